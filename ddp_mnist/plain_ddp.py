@@ -23,7 +23,7 @@ from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, train_val_test_split
+from ddp_mnist.data.batches import GlobalBatchSampler, ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.losses import make_loss
@@ -33,9 +33,9 @@ from ddp_mnist.nets.optim import make_optimizer
 def load(dataset: str, given: Recipe, world_size: int) -> tuple[ImageData, ResolvedRecipe]:
     """Return the images, without those held out for validation, and the recipe for them."""
     images = cache.load(dataset)
-    train_rows, pictures = len(images.train_labels), images.image_format.pictures
+    train_rows, pictures = len(images.rows["train"]), images.image_format.pictures
     images = images.hold_out(given.val_size_of(train_rows))
-    held_out = len(images.val_rows)
+    held_out = len(images.rows["validation"])
     return images, resolve_recipe(given, train_rows, world_size, held_out, pictures)
 
 
@@ -45,7 +45,7 @@ def train_plain(
     """Train in the existing process group. Return the net and the seconds that it took."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rows, _, _ = train_val_test_split(images.to_if_it_fits(device))
+    rows = images.to_if_it_fits(device).split("train")
 
     # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
@@ -95,13 +95,13 @@ def test_accuracy(net: nn.Module, images: ImageData) -> float:
     """Return the accuracy: each rank counts its own test images, and the counts are added up."""
     device = next(net.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    count = len(images.test_labels)
+    test = images.split("test")
     net.eval()
-    for rows in torch.arange(dist.get_rank(), count, dist.get_world_size()).split(1000):
-        predicted = net(images.test_images[rows].to(device)).argmax(1)
-        correct += (predicted == images.test_labels[rows].to(device)).sum()
+    for rows in torch.arange(dist.get_rank(), len(test), dist.get_world_size()).split(1000):
+        pixels, labels, _ = test.take(rows)
+        correct += (net(pixels.to(device)).argmax(1) == labels.to(device)).sum()
     dist.all_reduce(correct)  # the sum over the ranks, on every rank
-    return correct.item() / count
+    return correct.item() / len(test)
 
 
 def join_process_group() -> None:
@@ -135,7 +135,7 @@ def main() -> None:
     net, seconds = train_plain(images, recipe, run.seed, torch.float32)
     accuracy = test_accuracy(net, images)
     if dist.get_rank() == 0:
-        count = f"{len(images.test_labels):,}"
+        count = f"{len(images.rows['test']):,}"
         print(f"test accuracy {accuracy:.4f} on {count} images, {seconds:.1f} s of training")
     dist.destroy_process_group()
 

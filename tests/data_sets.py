@@ -3,9 +3,11 @@
 import gzip
 import io
 import struct
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -16,8 +18,7 @@ import torch
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.image_format import TENSORS, Decoded, ImageFormat, Shape
-from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.image_format import ImageFormat
 
 # datasets reads its environment at import: not before conftest.py set it.
 
@@ -32,12 +33,24 @@ LABELS = [row % 4 for row in range(TRAIN + TEST)]
 SPLITS = {"train": slice(0, TRAIN), "test": slice(TRAIN, TRAIN + TEST)}
 
 
-def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-    return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
+class Part(NamedTuple):
+    """The images of one split."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    keys: np.ndarray
 
 
-def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> Decoded:
-    return find_source(str(folder), reading).read(in_memory)
+def of(data: ImageData, split: str) -> Part:
+    rows = data.rows[split]
+    return Part(data.images[rows], data.labels[rows], data.keys[rows])
+
+
+def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
+    """Return a data set that was decoded for this call."""
+    with tempfile.TemporaryDirectory() as place:
+        data = cache.load(str(folder), place, reading)
+        return replace(data, images=data.images.clone(), keys=np.array(data.keys))
 
 
 # --- Folders of every format
@@ -125,7 +138,11 @@ def write_idx(folder: Path, *, gz: bool = False, dot: str = "-", **changed: Any)
 def few_digits(folder: Path, train: int, test: int) -> Path:
     """Write a folder of the first digits of each split, as IDX files."""
     digits, rows = cache.load("digits"), {"train": train, "test": test}
-    few = {name: getattr(digits, name)[: rows[name.partition("_")[0]]] for name in TENSORS}
+    few = {
+        f"{split}_{kind}": getattr(of(digits, split), kind)[:count]
+        for split, count in rows.items()
+        for kind in ("images", "labels")
+    }
     return write_idx(folder, **few)
 
 
@@ -171,7 +188,7 @@ def load(place: Path, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
 
 
 def sizes(images: ImageData) -> tuple[int, int]:
-    return len(images.train_labels), len(images.test_labels)
+    return len(of(images, "train").labels), len(of(images, "test").labels)
 
 
 # --- Odd images

@@ -36,7 +36,7 @@ from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import watch
 from tests.commands import Typed
-from tests.data_sets import split_up, write_noise
+from tests.data_sets import of, split_up, write_noise
 from tests.training import apart, check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
@@ -142,9 +142,9 @@ def test_evaluate_and_predict_return_what_the_command_line_prints(
     digits, folder, seen = cache.load("digits"), tmp_path / "some digits", tmp_path / "seen.png"
     folder.mkdir()
     for number in range(3):
-        image = PIL.Image.fromarray(digits.test_images[number, 0].numpy())
+        image = PIL.Image.fromarray(of(digits, "test").images[number, 0].numpy())
         image.save(folder / f"{number}.png")
-    labels = [digits.classes[label] for label in digits.test_labels[:3].tolist()]
+    labels = [digits.classes[label] for label in of(digits, "test").labels[:3].tolist()]
     answers = api.predict(str(alone), folder, top=2, show=str(seen))
     printed = typed("predict", alone, folder, "--top", 2).out
     assert answers == [json.loads(line) for line in printed.splitlines()]

@@ -44,6 +44,7 @@ LEGAL = {
     "label_smoothing": (0, math.nextafter(1, 0)),
     "target_accuracy": (math.ulp(0), 1),
     "max_grad_norm": (math.ulp(0), LARGEST),
+    "test_size": (math.ulp(0), LARGEST),
     "rank": (0, LARGEST),
     "world_size": (1, 10**4),
     "local_rank": (0, LARGEST),

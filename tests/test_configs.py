@@ -16,6 +16,7 @@ import pytest
 from ddp_mnist.data import cache
 from ddp_mnist.run.folder import read_json
 from tests.commands import CONFIGS, PROOF, REPOSITORY, Started, python_path
+from tests.data_sets import of
 from tests.training import check_equal
 
 FILES = {path.name: path.read_bytes() for path in CONFIGS.glob("*.yaml")}
@@ -83,9 +84,9 @@ def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
     check_equal(here / "two", here / "one", 2)
 
     digits, summary = cache.load("digits"), read_json(here / "two" / "summary.json")
-    PIL.Image.fromarray(np.asarray(digits.test_images)[0, 0]).save(here / "digit.png")
+    PIL.Image.fromarray(np.asarray(of(digits, "test").images)[0, 0]).save(here / "digit.png")
     said = json.loads(run("ddp-mnist predict two digit.png", tasks="4"))
-    assert said["label"] == digits.classes[int(digits.test_labels[0])]
+    assert said["label"] == digits.classes[int(of(digits, "test").labels[0])]
     assert f"accuracy {summary['test_accuracy']:.4f} " in run("ddp-mnist evaluate two")
     run("ddp-mnist report two", tasks="4")
     assert f"{summary['test_accuracy']:.4f}" in (here / "two" / "report.html").read_text()

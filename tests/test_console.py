@@ -25,6 +25,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
+from tests.data_sets import of
 from tests.training import metrics, status
 
 # --- What a console prints
@@ -169,7 +170,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("streams")
     images = cache.load("digits")
-    PIL.Image.fromarray(images.test_images[0].squeeze().numpy()).save(place / "image.png")
+    PIL.Image.fromarray(of(images, "test").images[0].squeeze().numpy()).save(place / "image.png")
     train = (["train", *QUICK, "--run-dir", "run"], "out", "err")
     [[done]] = run_world(1, run_all, [train], folder=place)
     assert done.code == 0, done.err

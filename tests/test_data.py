@@ -13,16 +13,11 @@ import torch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache as caching
-from ddp_mnist.data.batches import (
-    GlobalBatchSampler,
-    ImageData,
-    Rows,
-    make_loader,
-    train_val_test_split,
-)
-from ddp_mnist.data.cache import cache_folder, cached, choose
+from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, Rows, make_loader
+from ddp_mnist.data.cache import cache_folder, choose
 from ddp_mnist.data.cache import load as load_cached
-from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Reserve
+from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.listing import Listing
 from ddp_mnist.data.seeding import generator
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
@@ -33,6 +28,7 @@ from tests.data_sets import (
     TEST,
     TRAIN,
     flipped,
+    of,
     save_to_disk,
     write_idx,
     write_parquet,
@@ -64,14 +60,14 @@ def cached_folder(cache: Path) -> Path:
     return folder
 
 
-def built_again(folder: Path) -> list[str]:
-    return [f"{folder} was incomplete or out of date and was built again"]
+def built_again(name: str) -> list[str]:
+    return [f"the files of {name} have changed, so it was read again"]
 
 
 def same(a: ImageData, b: ImageData) -> bool:
     names = ("name", "source", "digest", "classes", "image_format")
     return all(getattr(a, name) == getattr(b, name) for name in names) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "labels")
     )
 
 
@@ -79,28 +75,28 @@ def test_the_first_time_it_is_read_and_then_cached(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = load(folder, cache)
-    assert images.test_images.tolist() == PIXELS[TRAIN:, None].tolist()
-    assert images.train_labels.tolist() == LABELS[:TRAIN]
+    assert of(images, "test").images.tolist() == PIXELS[TRAIN:, None].tolist()
+    assert of(images, "train").labels.tolist() == LABELS[:TRAIN]
     assert images.image_format.notes == images.warnings == []
     about = {"name": "small", "source": f"folder:{folder}", "digest": images.digest}
-    assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST}
+    assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST, "val_rows": 0}
     before = cached_folder(cache).stat()
     with monkeypatch.context() as cached_only:
-        cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
+        cached_only.setattr(Source, "listing", Mock(side_effect=AssertionError))
         second = load(folder, cache)
     assert cached_folder(cache).stat() == before
     assert same(images, second)
     assert second.warnings == []
     assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [""]
-    arrays = {f"{name}.npy" for name in (*TENSORS, *KEYS)}
-    assert {path.name for path in cached_folder(cache).iterdir()} == {"about.json", *arrays}
-    assert not caching.prepare(str(folder), str(cache), refresh=True)["warnings"]
+    names = {"about.json", "files.json", *(f"{name}.npy" for name in caching.ARRAYS)}
+    assert {path.name for path in cached_folder(cache).iterdir()} == names
+    assert not load(folder, cache, refresh=True).warnings
     assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
     write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
     third = load(folder, cache)
-    assert third.train_labels[0] == 3
+    assert of(third, "train").labels[0] == 3
     assert third.digest != images.digest
-    assert third.warnings == built_again(cached_folder(cache))
+    assert third.warnings == built_again(folder.name)
 
 
 def test_folders_of_one_name_or_of_strange_names(tmp_path: Path, cache: Path) -> None:
@@ -108,9 +104,9 @@ def test_folders_of_one_name_or_of_strange_names(tmp_path: Path, cache: Path) ->
         folder = write_idx(tmp_path / name)
         assert load(folder, cache).name == printable(folder.name)
     other = write_idx(tmp_path / "b" / "numbers", train_labels=LABELS[:TRAIN][::-1])
-    assert load(other, cache).train_labels.tolist() == LABELS[:TRAIN][::-1]
+    assert of(load(other, cache), "train").labels.tolist() == LABELS[:TRAIN][::-1]
     images = load(tmp_path / "a" / "numbers", cache)
-    assert (images.train_labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
+    assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
 
 
 def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: Path) -> None:
@@ -119,14 +115,13 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
         load(write_idx(tmp_path / "b", gz=True), cache),
         load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other"),
         load(write_parquet(tmp_path / "d", "0123456789"), cache),
-        load(tmp_path / "d", cache, image_options=ImageOptions(size=(28, 28))),
+        load(tmp_path / "d", cache, options=ImageOptions(size=(28, 28))),
     ]
     assert len(same_data := {images.digest for images in everywhere}) == 1
-    smaller = load(tmp_path / "a", cache, image_options=ImageOptions((14, 14)))
-    for name, rows in zip(KEYS, (TRAIN, TEST), strict=True):
-        [keys] = {tuple(getattr(images, name).tolist()) for images in everywhere}
-        assert len(set(keys)) == rows
-        assert tuple(getattr(smaller, name).tolist()) == keys
+    smaller = load(tmp_path / "a", cache, options=ImageOptions((14, 14)))
+    [keys] = {tuple(images.keys.tolist()) for images in everywhere}
+    assert len(set(keys)) == TRAIN + TEST
+    assert tuple(smaller.keys.tolist()) == keys
     pixel = PIXELS[:TRAIN].copy()
     pixel[7, 13, 13] ^= 1
     others = {
@@ -146,10 +141,10 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
 
 # By what is wrong, the file in which it is, and what makes it so; None removes it.
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
-    "truncated": ("train_images.npy", lambda content: content[:-1]),
-    "empty": ("test_images.npy", lambda _: b""),
-    "garbage in the header": ("train_labels.npy", flipped(20)),
-    "no keys": ("train_keys.npy", lambda _: None),
+    "truncated": ("images.npy", lambda content: content[:-1]),
+    "empty": ("sums.npy", lambda _: b""),
+    "garbage in the header": ("labels.npy", flipped(20)),
+    "no keys": ("keys.npy", lambda _: None),
     "no facts": ("about.json", lambda _: None),
     "facts cut short": ("about.json", lambda content: content[:-1]),
     "nothing of ours": ("about.json", lambda _: b"[]"),
@@ -170,31 +165,24 @@ def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) 
         file.write_bytes(spoilt)
     again = load(folder, cache)
     assert same(again, whole)
-    assert again.warnings == built_again(file.parent)
+    assert again.warnings == built_again(folder.name)
     assert file.read_bytes() == before
     assert load(folder, cache).warnings == []
 
 
-def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
-    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(folder, cache)
+    """Also of one that versions before this one wrote beside it."""
+    before = load(folder, cache)
     mine = cached_folder(cache)
-    before = {path.name: path.read_bytes() for path in mine.iterdir()}
-    assert {"built_in", "decode", "held_out", "idx"} < {path.stem for path in caching.DECODER}
-    (edited := tmp_path / "edited.py").write_bytes(caching.DECODER[-1].read_bytes() + b"# edited\n")
-    with monkeypatch.context() as clone:
-        clone.setattr(caching, "DECODER", [*caching.DECODER[:-1], edited])
-        assert load(folder, cache).warnings == []
-        assert cached(str(folder), str(cache))
-    assert len(whole_folders(cache)) == 2
-    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
-    with monkeypatch.context() as cached_only:
-        cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
-        assert load(folder, cache).warnings == []  # it is read as it was left
-    (cache / f"{mine.name}-mine").mkdir()
-    caching.prepare(str(folder), str(cache), refresh=True)  # removes what the other one made
-    assert {path.name for path in whole_folders(cache)} == {mine.name, f"{mine.name}-mine"}
+    (cache / f"{mine.name}-01234567").mkdir()
+    monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
+    again = load(folder, cache)
+    assert same(before, again) and again.warnings == built_again(folder.name)
+    assert whole_folders(cache) == [mine]
+    monkeypatch.setattr(Source, "listing", Mock(side_effect=AssertionError))
+    assert load(folder, cache).warnings == []
 
 
 # --- Which data set
@@ -207,8 +195,8 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     for name in ("mnist", "digits", "/nowhere"):
         assert choose(name, str(cache)) == (name, [])
     assert not cache.exists()
-    loaded = Mock(return_value={"warnings": ["it was built again"]})
-    monkeypatch.setattr("ddp_mnist.data.cache.prepare", loaded)
+    loaded = Mock(return_value=Mock(warnings=["it was built again"]))
+    monkeypatch.setattr("ddp_mnist.data.cache.load", loaded)
     assert choose("auto", str(cache)) == ("mnist", ["it was built again"])
     loaded.side_effect = DataError("no data; do this; or that")
     name, [why, _] = choose("auto", str(cache))
@@ -265,15 +253,15 @@ def test_fault_29_a_cache_that_cannot_be_written(
 
 def slow_load(folder: str, cache: str) -> tuple[str, list[str]]:
     """Load with a decoder that leaves a line and takes its time."""
-    read = Source.read
+    listing = Source.listing
 
-    def slow_read(self: Source, reserve: Reserve) -> Decoded:
+    def slow_listing(self: Source, options: ImageOptions) -> Listing:
         with open("log", "a") as file:
             file.write("read\n")
         time.sleep(0.5)
-        return read(self, reserve)
+        return listing(self, options)
 
-    Source.read = slow_read  # type: ignore[method-assign]
+    Source.listing = slow_listing  # type: ignore[method-assign]
     images = load_cached(folder, cache)
     return images.digest, images.warnings
 
@@ -309,7 +297,7 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
     assert not whole_folders(cache)
 
     images = load(folder, cache)
-    assert (images.train_labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
+    assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
     assert not list(cache.glob("*.tmp"))
 
 
@@ -318,17 +306,20 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
 
 def numbered(train: int, test: int = 3) -> ImageData:
     """Return a data set whose labels are the rows' numbers."""
-    tensors: dict[str, Any] = {
-        f"{name}_{kind}": torch.arange(rows, dtype=dtype).reshape(-1, *shape)
-        for name, rows in (("train", train), ("test", test))
-        for kind, dtype, shape in (("images", torch.uint8, (1, 1, 1)), ("labels", torch.int64, ()))
-    }
     image_format = ImageFormat((1, 1, 1), (0.5,), (0.5,), [], False, False)
-    keys: dict[str, Any] = {
-        name: np.random.default_rng(0).integers(0, 2**64, rows, np.uint64)
-        for name, rows in zip(KEYS, (train, test), strict=True)
-    }
-    return ImageData("numbers", "", "", [], image_format, **tensors, **keys)
+    keys = np.random.default_rng(0).integers(0, 2**64, train, np.uint64)
+    labels = torch.tensor([*range(train), *range(test)])
+    return ImageData(
+        "numbers",
+        "",
+        "",
+        [],
+        image_format,
+        images=labels.to(torch.uint8)[:, None, None, None],
+        labels=labels,
+        keys=np.concatenate([keys, keys[:test]]),
+        rows={"train": np.arange(train), "test": np.arange(train, train + test)},
+    )
 
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10)])
@@ -336,14 +327,15 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_siz
     splits = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        train, validation, test = train_val_test_split(numbered(rows).hold_out(val_size))
+        split = numbered(rows).hold_out(val_size).split
+        train, validation, test = map(split, ("train", "validation", "test"))
         splits.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
         assert train.rows.dtype == validation.rows.dtype == torch.int64
-        assert test.rows.tolist() == test.labels.tolist() == [0, 1, 2]
+        assert test.labels[test.rows].tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
     assert sorted(chain(*splits[0])) == list(range(rows))
-    of_every_numpy = train_val_test_split(numbered(100).hold_out(20))[1].rows[:5].tolist()
+    of_every_numpy = numbered(100).hold_out(20).rows["validation"][:5].tolist()
     assert of_every_numpy == [2, 3, 11, 13, 15]
 
 

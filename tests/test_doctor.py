@@ -72,7 +72,7 @@ LITTLE = {"psutil.virtual_memory": always(SimpleNamespace(available=1e9))}
 ONE_CORE = {f"{LIMITS}.cores": always(1)}
 NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
-NO_HUB = {"ddp_mnist.data.datasets_library.why_out_of_reach": always("no route to host")}
+NO_HUB = {"ddp_mnist.data.tables.why_out_of_reach": always("no route to host")}
 VERSIONS = {"python": "3", "accelerate": "missing"}
 MISSING = {f"{M}.package_versions": always(VERSIONS), f"{M}.PACKAGES": ("accelerate",)}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}

@@ -244,7 +244,7 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
         assert len(evaluate._rows(images, "test", val_size)) == 360
     assert len(evaluate._rows(images, "train", 1436)) == 1
     assert len(evaluate._rows(images, "validation", 1436)) == 1436
-    alike = dataclasses.replace(images, train_keys=np.zeros_like(images.train_keys))  # none is held
+    alike = dataclasses.replace(images, keys=np.zeros_like(images.keys))  # none is held
     assert len(evaluate._rows(alike, "train", 5)) == 1437
     with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
         evaluate._rows(alike, "validation", 5)

@@ -13,13 +13,13 @@ import pytest
 
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.batches import ImageData, train_val_test_split
+from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import stored_pixels
-from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_of, validation_rows
+from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, validation_rows
 from ddp_mnist.run.folder import read_json
 from tests import data_sets
 from tests.commands import Typed
-from tests.data_sets import flat, noise, write_noise
+from tests.data_sets import flat, noise, of, write_noise
 
 TEST_SIZE = 12  # of the 60 photos
 PHOTOS = flat(60, classes="a b c")
@@ -30,21 +30,17 @@ def photos(tmp_path: Path) -> Path:
     return write_noise(tmp_path / "photos", *PHOTOS)
 
 
-def load(place: Path, test_size: int = TEST_SIZE) -> ImageData:
+def load(place: Path, test_size: float = TEST_SIZE) -> ImageData:
     return data_sets.load(place, ImageOptions(test_size=test_size))
 
 
 def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]:
     """Return train, validation or test for each image's pixels."""
-    val_size = len(images.train_labels) // 5 if val_size is None else val_size
+    images = images.hold_out(len(images.rows["train"]) // 5 if val_size is None else val_size)
     return {
         image.numpy().tobytes(): part
-        for part, rows in zip(
-            ("train", "validation", "test"),
-            train_val_test_split(images.hold_out(val_size)),
-            strict=True,
-        )
-        for image in rows.images[rows.rows]
+        for part, rows in images.rows.items()
+        for image in images.images[rows]
     }
 
 
@@ -74,9 +70,9 @@ def test_a_change_of_one_image_moves_no_other(
     assert {pixels for pixels in others if before[pixels] != after[pixels]} == set()
 
 
-def drawn(keys: np.ndarray, labels: np.ndarray, test_size: int) -> list[str]:
+def drawn(keys: np.ndarray, labels: np.ndarray, share: float) -> list[str]:
     """Return the part of each row."""
-    test = draw_by_share(keys, labels, share_of(test_size, len(keys)))
+    test = draw_by_share(keys, labels, share)
     rest = np.delete(np.arange(len(keys)), test)
     held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
     parts = np.full(len(keys), "train", dtype=object)
@@ -89,28 +85,15 @@ def test_one_image_more_or_less_moves_no_other_in_many_data_sets() -> None:
 
     What might move is an image that alone keeps its class in train: in none of these.
     """
-    stream, moved, other_share = np.random.default_rng(0), 0, 0
+    stream, moved = np.random.default_rng(0), 0
     for trial in range(200):
         rows, share = int(stream.integers(40, 400)), (0.1, 0.15, 0.2, 0.25, 0.5)[trial % 5]
         keys = stream.integers(0, 2**64, rows + 1, np.uint64)
         labels = stream.integers(0, 1 + trial % 9, rows + 1)
         keys[:2] = keys[2]  # copies
-        test_size = round(share * rows)
-        if share_of(test_size, rows) != share_of(test_size, rows + 1):
-            other_share += 1
-            continue
-
-        fewer, more = (drawn(keys[:n], labels[:n], test_size) for n in (rows, rows + 1))
+        fewer, more = (drawn(keys[:n], labels[:n], share) for n in (rows, rows + 1))
         moved += sum(was != now for was, now in zip(fewer, more, strict=False))
-    assert moved == 0 and other_share < 5
-
-
-def test_validation_keeps_its_share_where_a_fifth_becomes_five_thousand() -> None:
-    keys = np.random.default_rng(0).integers(0, 2**64, 25_005, np.uint64)
-    labels = np.zeros(25_005, np.int64)
-    few = validation_rows(keys[:25_000], labels[:25_000], 5000, by_share=True)
-    more = validation_rows(keys, labels, 5000, by_share=True)
-    assert few.tolist() == [row for row in more if row < 25_000]
+    assert moved == 0
 
 
 def test_no_copy_of_a_validation_image_is_trained_on() -> None:
@@ -150,18 +133,14 @@ def test_the_plan_and_prepare_warn_of_a_class_without_a_test_image(
     assert f"careful {warning}" in " ".join(plan.split())
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(20, 100), (8, 40), (10, 60), (25, 100), (100, 1000)])
-def test_the_share_stays_while_a_folder_grows_a_little(asked: int, rows: int) -> None:
-    share = share_of(asked, rows)
-    assert abs(share * rows / asked - 1) < 0.125
-    assert {share_of(asked, rows + more) for more in (-1, 0, 1)} == {share}
-
-
-def test_a_share_of_nearly_all_leaves_a_fifth(photos: Path) -> None:
-    """Rounded to all, it left one image of each class to train on, of 60."""
-    assert {round(share_of(asked, 100), 3) for asked in (80, 90, 99, 100)} == {0.794}
-    images = load(photos, 55)
-    assert 5 < len(images.train_labels) < 20
+def test_the_share_that_a_number_once_was_stays_as_the_folder_grows(photos: Path) -> None:
+    before = parts_of(load(photos, 20))
+    for number in range(100, 160):
+        noise(number).save(photos / "a" / f"{number}.png")
+    after = parts_of(load(photos, 20))
+    assert {before[pixels] == after[pixels] for pixels in before} == {True}
+    assert 25 < sum(part == "test" for part in after.values()) < 55  # a third of 120
+    assert load(photos, 1 / 3).rows["test"].tolist() == load(photos, 20).rows["test"].tolist()
 
 
 def test_no_class_loses_all_its_training_images() -> None:
@@ -175,7 +154,7 @@ def test_no_class_loses_all_its_training_images() -> None:
                 held = draw_exactly(keys, labels, count)
                 assert len(held) == count
                 assert set(np.delete(labels, held)) == set(range(50))
-        test = draw_by_share(keys, labels, share_of(40 * each // 4 or 1, len(labels)))
+        test = draw_by_share(keys, labels, 0.2)
         rest = np.delete(np.arange(len(labels)), test)
         held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
         assert set(np.delete(labels[rest], held)) == set(range(50))
@@ -207,7 +186,7 @@ def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) 
                 noise(1000 * ord(label) + image).save(place / name, lossless=True)
         reading = ImageOptions((5, 5) if number else None, number == 2, 6)
         images = data_sets.load(tmp_path / str(number), reading)
-        keys.append([set(images.train_keys.tolist()), set(images.test_keys.tolist())])
+        keys.append([set(of(images, "train").keys.tolist()), set(of(images, "test").keys.tolist())])
     assert keys[1:] == keys[:1] * 3
     turned = noise(3)
     turned.getexif()[274] = 6
@@ -291,8 +270,8 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     assert "have changed since the run (" in Path("run/report.html").read_text()
     again = json.loads(typed("evaluate", "run", "--json", "--dataset", "photos").out)
     now = load(Path("photos"))
-    assert again["count"] == len(now.test_labels) >= before["count"] - 1
-    assert not trained_on & {image.numpy().tobytes() for image in now.test_images}
+    assert again["count"] == len(of(now, "test").labels) >= before["count"] - 1
+    assert not trained_on & {image.numpy().tobytes() for image in of(now, "test").images}
     ended = typed("evaluate", "run", "--split", "validation", "--dataset", "photos")
     assert ended.code == 0
 

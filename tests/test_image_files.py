@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +13,20 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import decode, decode_all, image_files
-from ddp_mnist.data.image_files import AHEAD, SHOWN, in_order, threads_for
+from ddp_mnist.data import decode, decode_all
+from ddp_mnist.data.decode_all import SHOWN, threads_for
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import find_images, read_image
-from tests.commands import python
 from tests.data_sets import (
     DRAWN,
     cells_of,
     encoded,
     flat,
     folder_of,
-    in_memory,
     load,
     noise,
     picture,
@@ -40,6 +38,7 @@ from tests.data_sets import (
 )
 
 JPEG = encoded(picture((200, 120)), "JPEG")
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 BROKEN = {"empty": b"", "a text": b"no image", "cut short": JPEG[: len(JPEG) // 2]}
 UNKNOWN = "(of no format that Pillow knows)"
 TRUNCATED = "(image file is truncated (N bytes not processed))"
@@ -50,7 +49,7 @@ TRUNCATED = "(image file is truncated (N bytes not processed))"
 
 def refused(own: Path, reading: ImageOptions = DRAWN) -> str:
     with pytest.raises(DataError) as raised:
-        read(own, reading)
+        load(own, reading)
     return re.sub(r"\d+ bytes", "N bytes", str(raised.value))
 
 
@@ -67,7 +66,7 @@ def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: P
     for file in (a_text, cut_short):
         Path(file).unlink()
     noise(99).save(empty)
-    assert sum(map(len, read(own, DRAWN).labels.values())) == 13
+    assert len(read(own, DRAWN).labels) == 13
 
 
 def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
@@ -92,53 +91,21 @@ def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
     message = refused(own)
     assert f"{own}: 123 of 123 images cannot be read: {own}/cat/0.png (" in message
     assert message.count(".png (") == SHOWN
-    assert message.endswith("), ...; replace them or move them out of the folder")
+    [place] = re.findall(r"\), \.\.\. \(all are in (.*)\); replace them or move them out", message)
+    assert len(Path(place).read_text().splitlines()) == 123
 
 
 # --- Several threads
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_results_keep_their_order_and_few_are_taken_ahead(threads: int) -> None:
-    taken: list[int] = []
-
-    def numbers() -> Iterator[tuple[int]]:
-        for number in range(100):
-            taken.append(number)
-            yield (number,)
-
-    def slow_at_times(number: int) -> int:
-        time.sleep(0.01 * (number % 10 == 0))
-        return number**2
-
-    for number, found in enumerate(in_order(slow_at_times, numbers(), threads)):
-        assert found == number**2
-        assert len(taken) <= number + AHEAD * threads
-    assert number == 99
-
-
-def test_who_stops_early_waits_for_no_more_than_is_under_way() -> None:
-    done, before = list[int](), threading.active_count()
-
-    def fail_at_five(number: int) -> None:
-        done.append(number)
-        assert number != 5
-
-    with pytest.raises(AssertionError):
-        for _ in in_order(fail_at_five, ((number,) for number in range(1000)), 2):
-            pass
-    assert len(done) <= 6 + AHEAD * 2
-    assert threading.active_count() == before
-
-
 def test_threads_are_as_many_as_the_cores_keep_busy_and_memory_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(image_files, "cores", lambda: 8)
-    monkeypatch.setattr(image_files, "virtual_memory", lambda: SimpleNamespace(available=2e9))
+    monkeypatch.setattr(decode_all, "cores", lambda: 8)
+    monkeypatch.setattr(decode_all, "virtual_memory", lambda: SimpleNamespace(available=2e9))
     sizes = (100 * 100, 300 * 400, 4000 * 3000, 40_000 * 30_000)
     assert [*map(threads_for, sizes)] == [1, 9, 4, 1]
-    monkeypatch.setattr(image_files, "cores", lambda: 1)
+    monkeypatch.setattr(decode_all, "cores", lambda: 1)
     assert threads_for(300 * 400) == 1
 
 
@@ -162,30 +129,12 @@ def test_several_threads_decode_what_one_does(
     for threads in (1, 4):
         monkeypatch.setattr(decode_all, "threads_for", lambda _, threads=threads: threads)
         before = [*warnings.filters]
-        found[threads] = find_source(str(own)).read(in_memory)
+        found[threads] = read(own)
         assert [*warnings.filters] == before
     one, four = found.values()
-    assert len(seen) > 2 and one.notes == four.notes
-    for split in ("train", "test"):
-        assert np.array_equal(one.images[split], four.images[split])
-        assert np.array_equal(one.keys[split], four.keys[split])
-
-
-PREPARE = """
-import sys
-from ddp_mnist.cli import main
-try:
-    main(["prepare", "--dataset", sys.argv[1], "--cache-dir", "cache"])
-finally:
-    print([name for name in ("torch", "datasets", "pandas", "pyarrow") if name in sys.modules])
-"""
-
-
-def test_to_prepare_photos_needs_neither_torch_nor_datasets(tmp_path: Path) -> None:
-    """They would take longer than a hundred photos."""
-    own = write_noise(tmp_path / "own", *split_up())
-    printed = python("-c", PREPARE, str(own), folder=tmp_path).succeeds()
-    assert printed.endswith("\n[]\n") and "8 train and 8 test images" in printed
+    assert len(seen) > 2 and one.image_format == four.image_format
+    assert torch.equal(one.images, four.images)
+    assert np.array_equal(one.keys, four.keys)
 
 
 # --- HEIC
@@ -219,10 +168,12 @@ def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
     heif(False)
     own = write_noise(tmp_path / "own", *split_up())
     for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif", "test/dog/IMG_3.docx"):
-        (own / name).write_bytes(JPEG)
+        (own / name).write_bytes(HEIC)
+    (own / "train/cat/IMG_4.HEIC").write_bytes(JPEG)  # as some programs save them
     suffixes = "files without the suffix of an image were left out: "
-    [note] = load(own).image_format.notes
-    assert note == (
+    images = load(own)
+    assert sizes(images) == (9, 8)
+    assert images.image_format.notes[0] == (
         f"{suffixes}.heif (1), .docx (1), .HEIC (1) (pip install pillow-heif to read .heif, .HEIC)"
     )
     find_images(str(own / "train"))
@@ -230,8 +181,8 @@ def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
         f"ddp-mnist: warning: {own}/train: {suffixes}.HEIC (1) (pip install pillow-heif to read"
         " .HEIC)\n"
     )
-    (photo := tmp_path / "x.heic").write_bytes(b"of another format")
-    with pytest.raises(DataError, match=r"; pip install pillow-heif$"):
+    (photo := tmp_path / "x.jpg").write_bytes(HEIC)
+    with pytest.raises(DataError, match=r"^of a format that needs: pip install pillow-heif$"):
         read_image(photo, GREY, digit_photos=False)
 
 
@@ -254,10 +205,8 @@ def test_heic_is_read_where_its_package_is_installed(
     heif(True)
     images = load(own, drawn)
     assert sum(sizes(images)) == 24 and not any("left out" in n for n in images.image_format.notes)
-    rows = range(len(images.test_labels))
-    files = images.files_of_test(rows)
-    assert {*files.values()} <= {str(path.relative_to(own)) for path in find_images(str(own))}
-    assert [*files] == [*rows] and any(file.endswith(".heic") for file in files.values())
+    files = images.files_of(range(24))
+    assert {*files.values()} == {str(path.relative_to(own)) for path in find_images(str(own))}
     for row, file in files.items():
         seen = read_image(own / file, images.image_format, digit_photos=False)
-        assert np.array_equal(seen, images.test_images[row])
+        assert np.array_equal(seen, images.images[row])

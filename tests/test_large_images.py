@@ -18,28 +18,33 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data import cache
+from ddp_mnist.data import cache, decode_all
 from ddp_mnist.errors import StorageError, one_line
 from ddp_mnist.verify.watch import just_train, proof_config
-from tests.data_sets import cells_of, encoded, folder_of, picture
+from tests.data_sets import cells_of, encoded, folder_of, of, picture
 from tests.training import with_flags
 
 # --- A disk that another program fills up meanwhile
 
 
 def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, call: int) -> Any:
-    """Return the train images; the disk is full but for 64 KB once so many files have room."""
-    original, calls = cache._allocate, iter(range(10))
+    """Return the train images; the disk is full but for 64 KB before they have room, or after."""
+    original = decode_all.allocate
+
+    def fill() -> None:
+        (cache_dir / "other").write_bytes(bytes(shutil.disk_usage(cache_dir).free - 2**16))
 
     def then_fill(*given: Any) -> Any:
+        if call == 0:
+            fill()
         found = original(*given)
-        if next(calls) == call:
-            (cache_dir / "other").write_bytes(bytes(shutil.disk_usage(cache_dir).free - 2**16))
+        if call == 1:
+            fill()
         return found
 
-    with patch.object(cache, "_allocate", then_fill):
+    with patch.object(decode_all, "allocate", then_fill):
         reading = ImageOptions(size=(500, 1000))
-        return cache.load(str(own), str(cache_dir), reading).train_images.numpy().copy()
+        return of(cache.load(str(own), str(cache_dir), reading), "train").images.numpy()
 
 
 # 20 MB have room for the four images of a split, 1.5 MB each, twice.
@@ -53,8 +58,8 @@ def test_no_disk_that_fills_up_ends_the_process_without_a_word(
     with pytest.raises(StorageError) as raised:
         run_world(1, run, own, small_disk, 0, folder=tmp_path)
     assert re.fullmatch(
-        rf"ddp-mnist: error: {small_disk}: 8 images of 500x1000 in colour take 12 MB, and the cache"
-        r" cannot be written \(No space left on device\); .* --image-size \(code 5\)",
+        rf"ddp-mnist: error: {small_disk}: the cache cannot be written \(8 images of 500x1000 in"
+        r" colour take 12 MB, and there is no space left; .* --image-size\); .* \(code 5\)",
         one_line(raised.value),
     )
     (small_disk / "other").unlink()
@@ -119,7 +124,7 @@ def watched(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, 
 
 
 def read_it(place: str, cache_dir: str) -> tuple[int, ...]:
-    return tuple(cache.load(place, cache_dir).train_images.shape)
+    return tuple(cache.load(place, cache_dir).images.shape)
 
 
 @pytest.mark.soak

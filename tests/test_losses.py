@@ -21,7 +21,7 @@ from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
-from tests.data_sets import few_digits
+from tests.data_sets import few_digits, of
 from tests.test_verify import failed
 from tests.training import apart, own_module, stop, with_flags
 
@@ -190,7 +190,9 @@ def test_all_that_speaks_of_the_loss_names_it(
     assert evaluated["loss_function"] == "my_loss:focal"
     images, trained_net = cache.load(str(few)), from_bytes(read_bytes("run"), "run").model
     with torch.no_grad():
-        losses = image_losses("my_loss:focal")(trained_net(images.test_images), images.test_labels)
+        losses = image_losses("my_loss:focal")(
+            trained_net(of(images, "test").images), of(images, "test").labels
+        )
     assert losses.double().mean().item() == pytest.approx(summary["test_loss"], rel=1e-6)
     shown = typed("evaluate", "run").out
     assert f"   loss my_loss:focal {summary['test_loss']:.4f}\n" in shown

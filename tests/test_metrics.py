@@ -18,14 +18,13 @@ from sklearn import metrics as sk
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import train_val_test_split
 from ddp_mnist.errors import FailedElsewhere, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.scores import Classification, classification_metrics, find_score
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
-from tests.data_sets import write_idx
+from tests.data_sets import of, write_idx
 from tests.test_tracking import logged, scalars
 from tests.training import metrics, what_it_says, with_flags
 
@@ -100,13 +99,13 @@ def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line(
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 train images of all classes; 47 for the test, of which none is a 9."""
     every, place = cache.load("digits"), tmp_path_factory.mktemp("metrics")
-    kept = (every.test_labels != 9).nonzero().flatten()[:47]
+    kept = (of(every, "test").labels != 9).nonzero().flatten()[:47]
     write_idx(
         place / "digits",
-        train_images=every.train_images[:400],
-        train_labels=every.train_labels[:400],
-        test_images=every.test_images[kept],
-        test_labels=every.test_labels[kept],
+        train_images=of(every, "train").images[:400],
+        train_labels=of(every, "train").labels[:400],
+        test_images=of(every, "test").images[kept],
+        test_labels=of(every, "test").labels[kept],
     )
     (place / "of_mine.py").write_text(OWN)
     return place
@@ -136,7 +135,7 @@ def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
     assert silent == ""
     summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
     trained = from_bytes(read_bytes(str(run)), str(run))
-    _, validation, test = train_val_test_split(images.hold_out(31))
+    validation, test = map(images.hold_out(31).split, ("validation", "test"))
     for rows, prefix in ((validation, "val"), (test, "test")):
         pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
         with torch.inference_mode():

@@ -94,14 +94,14 @@ def fetch_from(url: str) -> str:
         download(*arguments, **options)
 
     with patch.object(torch.hub, "download_url_to_file", noted):
-        initial_weights.fetch("DEFAULT", ENTRY, progress=False)
+        initial_weights.read_named(NET, "DEFAULT", ENTRY)
     return hashlib.sha256(initial_weights.file_of(ENTRY).read_bytes()).hexdigest()
 
 
 def test_one_of_the_processes_of_a_machine_fetches_the_file(
     tmp_path: Path, torchvisions: Path
 ) -> None:
-    torch.save({"bias": torch.zeros(3)}, tmp_path / "net")
+    lay(tmp_path / "net")
     digest = hashlib.sha256((tmp_path / "net").read_bytes()).hexdigest()
     file = (tmp_path / "net").rename(tmp_path / f"net-{digest[:8]}.pth")
     home = {"TORCH_HOME": os.environ["TORCH_HOME"]}  # the processes' server may be older
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisi
             fetch_from(url)
         assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
     torch.save(Path("x"), torchvisions / FILE)
-    with pytest.raises(UsageError, match=f"^--weights DEFAULT, of {torchvisions / FILE}: "):
+    with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
         build_net(NET, "ab", PLAIN, "DEFAULT")
 
 

@@ -25,7 +25,7 @@ from ddp_mnist.errors import DataError, StorageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
-from tests.data_sets import RED, encoded, folder_of, load, picture, stored
+from tests.data_sets import RED, encoded, folder_of, load, of, picture, stored
 
 BLUE = (10, 10, 200)
 
@@ -115,8 +115,8 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
     images = load(folder_of(tmp_path / "own", make(), make()))
     assert images.image_format.shape == (len(pixel), *size)
     whole = read_image(tmp_path / "own" / "train" / "b" / "1.png", images.image_format, False)
-    assert np.array_equal(images.train_images[1], whole)  # `predict` does the same
-    near_the_end = images.train_images[0, :, -2, -2].int().numpy()
+    assert np.array_equal(of(images, "train").images[1], whole)  # `predict` does the same
+    near_the_end = of(images, "train").images[0, :, -2, -2].int().numpy()
     np.testing.assert_allclose(near_the_end, pixel, atol=4)  # JPEG's, and a palette's
     assert len(images.image_format.notes) == bool(note)
     assert all(each.startswith(f"4 of 4 images had {note}") for each in images.image_format.notes)
@@ -160,7 +160,9 @@ def test_every_orientation_of_every_format_becomes_upright(
     assert note in images.image_format.notes
     expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
     expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
-    for file, row in zip(sorted((own / "train").rglob("*.png")), images.train_images, strict=True):
+    for file, row in zip(
+        sorted((own / "train").rglob("*.png")), of(images, "train").images, strict=True
+    ):
         far = slice(3, None, 33), slice(3, None, 17)  # from the edges, which a lossy format blurs
         part = (slice(None), *far) if form in ("JPEG", "AVIF") else slice(None)
         np.testing.assert_allclose(row.numpy()[part], expected[part], atol=4)
@@ -180,12 +182,12 @@ def test_sizes_that_differ_become_one(
     sizes: list[tuple[int, int]], reading: ImageOptions, shape: list[int], note: str, tmp_path: Path
 ) -> None:
     images = load(folder_of(tmp_path / "own", *map(picture, sizes)), reading)
-    assert list(images.train_images.shape[2:]) == shape
+    assert list(of(images, "train").images.shape[2:]) == shape
     [said] = images.image_format.notes
     assert note in said
     # The middle is kept, and not stretched: its left is black and its right is red.
-    assert (images.train_images[:, 0, :, 1] < 30).all()
-    assert (images.train_images[:, 0, :, -2] > 170).all()
+    assert (of(images, "train").images[:, 0, :, 1] < 30).all()
+    assert (of(images, "train").images[:, 0, :, -2] > 170).all()
 
 
 @pytest.mark.parametrize(
@@ -205,10 +207,10 @@ def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: 
     own = folder_of(tmp_path / "own", picture(), picture(right=(90, 90, 90)).convert("L"))
     images = load(own)
     assert images.image_format.notes == ["2 of 4 images had no colour and became RGB"]
-    assert images.train_images[1, :, 5, 15].tolist() == [90, 90, 90]
+    assert of(images, "train").images[1, :, 5, 15].tolist() == [90, 90, 90]
     grey = load(own, ImageOptions(grey=True))
     assert grey.image_format.notes == ["2 of 4 images had colour and became grey"]
-    assert list(grey.train_images.shape) == [2, 1, 12, 20]
+    assert list(of(grey, "train").images.shape) == [2, 1, 12, 20]
     assert grey.digest != images.digest
     assert load(own).digest == images.digest  # both stay in the cache
 
@@ -216,7 +218,7 @@ def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: 
 def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> None:
     dark = PIL.Image.fromarray(np.asarray(sixteen_bits()) // 16)
     images = load(folder_of(tmp_path / "own", dark, dark))
-    assert images.train_images.unique().tolist() == [0, 11]
+    assert of(images, "train").images.unique().tolist() == [0, 11]
     assert images.image_format.notes[1:] == [
         "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
     ]
@@ -233,8 +235,11 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
     small = ImageOptions((28, 28), grey=True)
     for reading, shape in ((small, (1, 28, 28)), (AS_THEY_ARE, (3, 12, 12))):
         images = load(own, reading)
-        assert images.train_images.shape == (len(TAKEN) + 2, *shape)
-        for split, rows in (("train", images.train_images), ("test", images.test_images)):
+        assert of(images, "train").images.shape == (len(TAKEN) + 2, *shape)
+        for split, rows in (
+            ("train", of(images, "train").images),
+            ("test", of(images, "test").images),
+        ):
             files = sorted((own / split).rglob("*.png"))
             for file, row in zip(files, rows, strict=True):
                 assert np.array_equal(read_image(file, images.image_format, False), row), file
@@ -295,17 +300,24 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
     (own / "test").rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):
-        load(own)
-    images = load(own, ImageOptions(test_size=20))
-    count = len(images.test_images)
+    images = load(own)
+    count = len(images.rows["test"])
     [note] = images.image_format.notes
-    assert note.startswith(f"{count} of 100 images were held out for testing, chosen by a hash")
+    assert note.startswith(f"{count} of 100 images are held out for the test (--test")
     assert 14 <= count <= 26
-    reds = [set(split[:, 0, 5, 15].tolist()) for split in (images.train_images, images.test_images)]
+    reds = [
+        set(split[:, 0, 5, 15].tolist())
+        for split in (of(images, "train").images, of(images, "test").images)
+    ]
     assert reds[0] | reds[1] == set(range(100, 200))
     assert sorted(map(len, reds)) == [count, 100 - count]
-    assert load(own, ImageOptions(test_size=20)).digest == images.digest
+    for same in (0.2, 20):
+        again = load(own, ImageOptions(test_size=same))
+        assert (again.digest, again.rows["test"].tolist()) == (
+            images.digest,
+            images.rows["test"].tolist(),
+        )
+    assert load(own, ImageOptions(test_size=0.3)).digest != images.digest
 
 
 def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
@@ -315,7 +327,7 @@ def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
     reading = ImageOptions(size=(500, 1000))
     usage = cache.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
-    line = "4 images of 500x1000 in colour take 6 MB, and the cache cannot be written \\(No space"
+    line = r"cannot be written \(4 images of 500x1000 in colour take 6 MB, and there is no space"
     with pytest.raises(StorageError, match=line):
         load(own, reading)
     assert list((tmp_path / "cache").glob("*.tmp")) == []
@@ -460,13 +472,11 @@ def test_new_images_are_counted_as_predict_labels_them(
 
 
 @pytest.mark.usefixtures("here")
-def test_new_images_in_no_split_are_refused_with_a_way_out(
-    shapes: Path, runs: Path, typed: Typed
-) -> None:
+def test_new_images_in_no_split_are_all_counted(shapes: Path, runs: Path, typed: Typed) -> None:
     shutil.copytree(shapes / "test", "new")
-    ended = typed("evaluate", runs / "colour", "--dataset", "new")
-    assert ended.err.startswith("ddp-mnist: error: --dataset new: needs the split test, found: ")
+    alone = json.loads(typed("evaluate", runs / "colour", "--dataset", "new", "--json").out)
     Path("new").rename("test")
     Path("new").mkdir()
     Path("test").rename("new/test")
-    assert json.loads(typed("evaluate", runs / "colour", "--dataset", "new", "--json").out)
+    split = json.loads(typed("evaluate", runs / "colour", "--dataset", "new", "--json").out)
+    assert (alone["count"], alone["confusion"]) == (100, split["confusion"])

@@ -89,7 +89,7 @@ LOST = {  # what each error names
         "has a memory, ",
     ),
     "of_the_system": (
-        "of(lambda s: None, lambda s, y: y * secrets.randbelow(9))",
+        "of(lambda s: None, lambda s, y: y * secrets.randbits(32))",
         "has a memory, ",
     ),
 }

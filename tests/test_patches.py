@@ -12,6 +12,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.verify import watch
+from tests.data_sets import of
 from tests.training import apart, stop, with_flags
 
 STEPS = 12  # two epochs of 480 train rows
@@ -22,7 +23,7 @@ def few(tmp_path: Path) -> Path:
     """Write every ninth patch as an image file."""
     patches = cache.load("patches")
     for split in ("train", "test"):
-        images, labels = getattr(patches, f"{split}_images"), getattr(patches, f"{split}_labels")
+        images, labels, _ = of(patches, split)
         for number in range(0, len(labels), 9):
             place = tmp_path / "few" / split / patches.classes[labels[number]]
             place.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from tests.commands import Typed
-from tests.data_sets import GREY, load
+from tests.data_sets import GREY, load, of
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 UNREADABLE = "of no format that Pillow knows"
@@ -82,7 +82,7 @@ def as_mnist(file: Path) -> np.ndarray:
 
 def digits(count: int) -> np.ndarray:
     """uint8 [count, 28, 28]: bright strokes on black."""
-    return cache.load("digits").test_images[:count, 0].numpy()
+    return of(cache.load("digits"), "test").images[:count, 0].numpy()
 
 
 def save(pixels: np.ndarray, path: Path) -> Path:
@@ -281,7 +281,7 @@ def test_a_folder_has_the_images_that_training_takes(tmp_path: Path) -> None:
             PIL.Image.new("L", (4, 4), number).save(path, "PNG")
     images = load(tmp_path / "own")
     found = find_images(str(tmp_path / "own" / "test"))
-    assert [int(path.name[:2]) for path in found] == images.test_images[:, 0, 0, 0].tolist()
+    assert [int(path.name[:2]) for path in found] == of(images, "test").images[:, 0, 0, 0].tolist()
     assert {".jfif", ".jp2", ".ppm", ".tga", ".webp"} < {path.suffix for path in found}
 
 
@@ -443,7 +443,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
     """They are inverted, of any size and place, in uneven light, with noise."""
     images = cache.load(str(mnist))
     trained = weights.from_bytes(weights.read_bytes(str(mnist_run)), "")
-    pixels, labels = images.test_images[:ROWS], images.test_labels[:ROWS].tolist()
+    pixels, labels = of(images, "test").images[:ROWS], of(images, "test").labels[:ROWS].tolist()
     with torch.inference_mode():
         of_images = trained.model(pixels).argmax(1).tolist()
     random = np.random.default_rng(0)

@@ -30,7 +30,7 @@ from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
-from tests.data_sets import cells_of, encoded
+from tests.data_sets import cells_of, encoded, of
 
 SETS = 30
 FORMATS = {  # by suffix: Pillow's name, and modes that it writes
@@ -255,10 +255,10 @@ def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
     # The images of each split are the files that were written for it, as predict prepares them.
     trained = weights.from_bytes(weights.read_bytes(str(run)), str(run))
     reading = ImageOptions.of(read_json(run / "config.json")["run"])
-    images = cache.load(str(own.path), image_options=reading)
+    images = cache.load(str(own.path), options=reading)
     as_rows = {
-        "train": rows_of(images.train_images, images.train_labels, images.classes),
-        "test": rows_of(images.test_images, images.test_labels, images.classes),
+        "train": rows_of(of(images, "train").images, of(images, "train").labels, images.classes),
+        "test": rows_of(of(images, "test").images, of(images, "test").labels, images.classes),
     }
     seen = {path: read_image(path, trained.image_format, False).tobytes() for path, *_ in own.files}
     as_files = {
@@ -272,8 +272,10 @@ def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
 
     # predict answers each as the net that evaluate counts does, and its answers count the same.
     with torch.inference_mode():
-        guesses = trained.model(images.test_images).argmax(1).tolist()
-    answers = dict(zip((row.numpy().tobytes() for row in images.test_images), guesses, strict=True))
+        guesses = trained.model(of(images, "test").images).argmax(1).tolist()
+    answers = dict(
+        zip((row.numpy().tobytes() for row in of(images, "test").images), guesses, strict=True)
+    )
     tested = [path for path, name, _ in own.files if (seen[path], name) in as_rows["test"]]
     assert len(tested) == counted["count"]
     folder = own.path / "test" if own.what["layout"] in ("folders", "metadata") else None

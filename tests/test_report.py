@@ -27,7 +27,7 @@ from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
-from tests.data_sets import flat, write_noise
+from tests.data_sets import flat, of, write_noise
 
 ANYWHERE = Report("RUN")  # the images lie where they lay
 
@@ -110,7 +110,9 @@ def test_the_most_certain_mistakes_are_shown(first: Path) -> None:
     assert certainty == sorted(certainty, reverse=True)
     for mistake in run.mistakes:
         row = int(mistake["place"].removeprefix("test image "))
-        assert mistake["label"] == images.classes[images.test_labels[row]] != mistake["guess"]
+        assert (
+            mistake["label"] == images.classes[of(images, "test").labels[row]] != mistake["guess"]
+        )
         assert mistake["label_probability"] < mistake["guess_probability"]
 
 
@@ -244,8 +246,8 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
     images = cache.load(str(photos), None, ImageOptions(test_size=60))
     trained = weights.from_bytes(weights.read_bytes(str(path)), "")
     with torch.inference_mode():
-        five = trained.model(images.test_images).argsort(1, descending=True)[:, :5]
-    right = (five == images.test_labels[:, None]).any(1).double().mean().item()
+        five = trained.model(of(images, "test").images).argsort(1, descending=True)[:, :5]
+    right = (five == of(images, "test").labels[:, None]).any(1).double().mean().item()
     value, _ = figures(page.read_text())["top_accuracy"]
     assert float(value) == pytest.approx(right, abs=1e-12)
 

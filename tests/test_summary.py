@@ -66,7 +66,7 @@ def test_step_line() -> None:
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
     made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
     photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
-    photos.train_labels, photos.val_rows = range(408), range(81)
+    photos.rows = {"train": range(327)}
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
@@ -92,12 +92,10 @@ def of_classes(tests: int = 0, **counts: int) -> Any:
     """Return images of these classes; the first of each is held out, and so many as a test."""
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
     first = [labels.tolist().index(label) for label in range(len(counts))]
+    train = np.delete(np.arange(len(labels)), first)
+    rows = {"train": train, "validation": np.array(first), "test": np.arange(tests)}
     return SimpleNamespace(
-        classes=[*counts],
-        train_labels=labels.to(torch.uint8),
-        val_rows=np.array(first),
-        test_labels=labels.new_zeros(tests),
-        test_drawn=tests > 0,
+        classes=[*counts], labels=labels, rows=rows, test_share=tests, split=rows.get
     )
 
 
@@ -132,7 +130,7 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
         assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
     images = of_classes(0, fly=13, bee=5)
-    images.val_rows = np.arange(17)
+    images.rows.update(train=np.array([13]), validation=np.arange(17))
     assert summary.by_class(images)["hint"] == (
         "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
         " give a smaller --val-size"

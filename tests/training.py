@@ -18,6 +18,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import STATUS, read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, train_until, weights_of
+from tests.data_sets import of
 
 
 def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
@@ -33,7 +34,7 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
 
 def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
     """Return the flags as one process resolves them for these images."""
-    recipe = resolve_recipe(config.recipe, len(images.train_labels), 1)
+    recipe = resolve_recipe(config.recipe, len(of(images, "train").labels), 1)
     parts = (config.run, config.distribution, config.explicit, config.resumes)
     return ResolvedConfig(*parts, recipe=recipe)
 

@@ -94,8 +94,8 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
     with join_world(flags, find_launch(flags)) as world:
         images = cache.load(dataset)
         pictures = images.image_format.pictures
-        full = resolve_recipe(Recipe(), len(images.train_labels), size, pictures=pictures)
-        steps = min(STEPS, len(images.train_labels) // full.batch_size)
+        full = resolve_recipe(Recipe(), len(images.rows["train"]), size, pictures=pictures)
+        steps = min(STEPS, len(images.rows["train"]) // full.batch_size)
         recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)
         if kind == "plain":

@@ -34,15 +34,8 @@ LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one joined just in time
 
 
-class Unit(NamedTuple):
-    """Who is meeting, in words: processes, or machines before they start any."""
-
-    name: str
-    plural: str
-    called: str  # before its number
-
-
-PROCESS, MACHINE = Unit("process", "processes", "rank"), Unit("machine", "machines", "machine")
+# Who meets, the plural, and what stands before the number: processes, or machines before these.
+UNITS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
 
 class Seat(NamedTuple):
@@ -67,11 +60,11 @@ def meet(launch: Launch, timeout_s: float, patience_s: float | None = None) -> S
         return Store(dist.HashStore(), 0, 1, hosts=[here], place=Place(main_host=name_of(here)))
     host, port = launch.main_host, launch.main_port
     assert host and port
-    unit = MACHINE if launch.launcher == "machine" else PROCESS
-    c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s)
+    unit = "machine" if launch.launcher == "machine" else "process"
+    c10d = open_store(launch, f"{UNITS[unit][1]} {rank} of {size}", timeout_s)
     patience_s = patience_s or timeout_s
     busy_s = max(timeout_s, patience_s)  # the server may be, while all connect
-    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, busy_s)
+    lobby = Store(dist.PrefixStore(unit, c10d), rank, size, launch.agent_store, busy_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
     where = f"{host}:{port}"
     deadline = time.monotonic() + timeout_s
@@ -106,7 +99,7 @@ class Meeting:
     store: Store  # the meeting's own keys
     number: int
     seat: Seat
-    unit: Unit
+    unit: str  # process or machine
     where: str  # the main address, which begins each error
     timeout_s: float
     deadline: float  # time.monotonic() by which all must have joined, after the time-out
@@ -117,7 +110,7 @@ class Meeting:
 
         Before it raises, this rank tells the others why it leaves.
         """
-        store, called = self.store, self.unit.called
+        store, called = self.store, UNITS[self.unit][1]
         if store.rank == 0:
             store.set(OPEN, store.world_size)
         elif not store.wait(OPEN, self.deadline - time.monotonic()):
@@ -153,7 +146,7 @@ class Meeting:
         if size != mine:
             raise UsageError(
                 f"{self.where}: rank {store.rank} was given {mine} as the number of all, rank 0"
-                f" {size}; start every {self.unit.name} with the same number"
+                f" {size}; start every {self.unit} with the same number"
             )
 
     def _come_together(self) -> bool:
@@ -198,7 +191,7 @@ class Meeting:
         Every rank does so after its deadline, and the first report counts. If no rank is missing by
         then, the last one has just arrived.
         """
-        store, called = self.store, self.unit.called
+        store, (plural, called) = self.store, UNITS[self.unit]
         look_s = min(LOOK_S, self.timeout_s / 4)
         while (left := deadline - time.monotonic()) > 0:
             if store.wait(key, min(look_s, left), answer_s=left):
@@ -207,7 +200,7 @@ class Meeting:
         missing = store.absent(HERE)
         if not missing and store.wait(key, LATE_S):
             return
-        came = f"{store.world_size - len(missing)} of {store.world_size} {self.unit.plural} came"
+        came = f"{store.world_size - len(missing)} of {store.world_size} {plural} came"
         lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
         foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
         note = ", which is not an address of this machine" if foreign else ""
@@ -219,7 +212,7 @@ class Meeting:
 
         It may be meant to replace this one. So the others are not told, and keep waiting.
         """
-        store, name = self.store, self.unit.name
+        store, name = self.store, self.unit
         if json.loads(store.call("get", seat_key(store.rank)))[0] != self.seat.token:
             error = UsageError(
                 f"{self.where}: another {name} joined as rank {store.rank} after this one;"

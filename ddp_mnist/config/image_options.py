@@ -14,10 +14,10 @@ class ImageOptions:
 
     size: tuple[int, int] | None = None  # height and width of all images
     grey: bool = False
-    test_size: int | None = None  # train images to hold out, if there is no test split
+    # The share of images, or their number, to hold out if there is no test split; None: a fifth.
+    test_size: float | None = None
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
-    test_of: int | None = None  # the number of images that `test_size` refers to; None: all
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:

@@ -29,8 +29,10 @@ class RunFlags(Flags):
         None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
     )
     grey: bool = flag(False, "Convert colour images to grey.")
-    test_size: int | None = flag(
-        None, "Images to hold out for testing (about), if the data set has no test split.", least=1
+    test_size: float | None = flag(
+        None,
+        "Images to hold out for the test, a share or a number, if there is no test split [0.2].",
+        above=0,
     )
     run_dir: str | None = not_inherited(
         None, "Folder to write the run to [runs/<dataset>-<NNN>].", per_rank=True

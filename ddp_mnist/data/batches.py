@@ -6,9 +6,11 @@ batches, the same on every rank, and Accelerate gives each rank its part of each
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.data import held_out
-from ddp_mnist.data.image_format import TENSORS, ImageFormat
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.seeding import generator
 
 
@@ -27,82 +29,86 @@ class ImageData:
 
     name: str  # for people, e.g. mnist
     source: str  # kind and place, e.g. hub:ylecun/mnist
-    digest: str  # SHA-256 of pixels, labels and class names
+    digest: str  # SHA-256 of pixels, labels and class names, and of how a test was drawn
     classes: list[str]  # their names; a label is an index into these
     image_format: ImageFormat  # how the images were prepared
-    train_images: Tensor  # uint8 [N, C, H, W]
-    train_labels: Tensor  # int64 [N]
-    test_images: Tensor
-    test_labels: Tensor
-    train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
-    test_keys: np.ndarray
-    test_files: list[str] = field(default_factory=list)  # in the folder; [] or "" if unknown
-    test_drawn: bool = False  # drawn from train, for want of a test split; the data set may grow
+    images: Tensor  # uint8 [N, C, H, W], of all splits
+    labels: Tensor  # int64 [N]
+    keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
+    rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
+    files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
+    test_share: float | None = None  # of all, if drawn from train for want of a test split
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
-    val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 
     def to_if_it_fits(self, device: torch.device) -> "ImageData":
         """Return the data set in the device's memory (55 MB for MNIST) if half of that is enough.
 
         Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
-        size = self.train_images.nbytes + self.test_images.nbytes
         # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
-        if device.type == "cpu" or size > torch.cuda.mem_get_info(device)[0] / 2:
+        too_large = device.type == "cpu" or (
+            self.images.nbytes > torch.cuda.mem_get_info(device)[0] / 2
+        )
+        if too_large:
             return self
-        moved = {name: getattr(self, name).to(device) for name in TENSORS}
-        return dataclasses.replace(self, **moved)
+        images, labels = self.images.to(device), self.labels.to(device)
+        return dataclasses.replace(self, images=images, labels=labels)
 
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
 
         If the test split was drawn from train too, their number is approximate.
         """
-        labels, by_share = self.train_labels.numpy(), self.test_drawn
-        val_rows = held_out.validation_rows(self.train_keys, labels, val_size, by_share)
-        return dataclasses.replace(self, val_rows=val_rows)
+        train = self.rows["train"]
+        keys, labels = self.keys[train], self.labels.numpy()[train]
+        held = train[held_out.validation_rows(keys, labels, val_size, bool(self.test_share))]
+        rows = {"train": np.setdiff1d(train, held), "validation": held}
+        return dataclasses.replace(self, rows=self.rows | rows)
+
+    def split(self, name: str) -> "Rows":
+        """Return the rows of train, validation or test; none of a split that there is not."""
+        rows = self.rows.get(name, np.arange(0))
+        return Rows(self.images, self.labels, torch.from_numpy(rows))
+
+    def splits(self) -> tuple["Rows", "Rows", "Rows"]:
+        """Return the rows to train on, to validate on and to test on."""
+        return self.split("train"), self.split("validation"), self.split("test")
 
     def trained_on(self) -> np.ndarray:
         """Return the distinct keys, sorted, of the train images that are not held out."""
-        return np.unique(np.delete(self.train_keys, self.val_rows))
+        return np.unique(self.keys[self.rows["train"]])
 
-    def files_of_test(self, rows: Iterable[int]) -> dict[int, str]:
-        """Return the files, relative to their folder, of those test images that have one."""
-        return {row: file for row in rows if self.test_files and (file := self.test_files[row])}
+    def files_of(self, rows: Iterable[int]) -> dict[int, str]:
+        """Return the files, relative to their folder, of those of the rows that have one."""
+        files = json.loads(self.files.read_text()) if self.files else []
+        return {row: files[row] for row in rows if files and files[row]}
 
     def per_class(self) -> dict[str, list[int]]:
-        """Return the number of images of each class, by split."""
-        splits = {"train": self.train_labels, "test": self.test_labels}
-        count = len(self.classes)
-        return {name: labels.bincount(minlength=count).tolist() for name, labels in splits.items()}
+        """Return the number of images of each class, by split, validation's in train."""
+        rows = {"train": [*self.rows["train"], *self.rows.get("validation", [])]}
+        rows["test"] = [*self.rows["test"]]
+        labels, count = self.labels.cpu().numpy(), len(self.classes)
+        return {s: np.bincount(labels[each], minlength=count).tolist() for s, each in rows.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the data set's entry in summary.json, except `val_rows`."""
+        """Return the data set's entry in summary.json."""
+        validation = len(self.rows.get("validation", ()))
         return {
             "name": self.name,
             "source": self.source,
             "digest": self.digest,
-            "train_rows": len(self.train_labels),
-            "test_rows": len(self.test_labels),
+            "train_rows": len(self.rows["train"]) + validation,
+            "test_rows": len(self.rows["test"]),
+            "val_rows": validation,
         }
 
 
 # --- Rows
 
 
-def train_val_test_split(images: ImageData) -> tuple["Rows", "Rows", "Rows"]:
-    """Return the rows to train on, to validate on and to test on."""
-    rest = np.delete(np.arange(len(images.train_labels)), images.val_rows)
-    return (
-        Rows(images.train_images, images.train_labels, torch.from_numpy(rest)),
-        Rows(images.train_images, images.train_labels, torch.from_numpy(images.val_rows)),
-        Rows(images.test_images, images.test_labels),
-    )
-
-
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """A subset of a split, read a batch at a time; `rows`=None takes all.
+    """A subset of the images, read a batch at a time; `rows`=None takes all.
 
     A batch is (images uint8 [B, C, H, W], labels int64 [B], indices int64 [B]). An index is the
     position among these rows; augmentation looks up its random numbers by it.

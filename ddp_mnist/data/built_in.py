@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.image_files import ImageFiles
 from ddp_mnist.data.image_format import DIGITS
+from ddp_mnist.data.listing import Listing
 
 PATCH, STRIDE = 32, 8  # pixels: the side of a patch, and from one patch to the next
 TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch further right
 
 
-def load_digits(where: str) -> ImageFiles:
+def load_digits(where: str) -> Listing:
     """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for testing.
 
     Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers, so
@@ -27,7 +27,7 @@ def load_digits(where: str) -> ImageFiles:
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # NumPy guarantees it never to change
     splits = {"train": order[360:], "test": order[:360]}
-    return ImageFiles(
+    return Listing(
         where,
         {split: images[rows] for split, rows in splits.items()},
         {split: labels[rows].astype(np.int64) for split, rows in splits.items()},
@@ -36,7 +36,7 @@ def load_digits(where: str) -> ImageFiles:
     )
 
 
-def load_sample_images(where: str) -> ImageFiles:
+def load_sample_images(where: str) -> Listing:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
     Test patches are cut from the right of each photograph, train patches from its left, with a
@@ -53,7 +53,7 @@ def load_sample_images(where: str) -> ImageFiles:
         of_photos = [_patches(photo[:, columns]) for photo in photos.images]
         images[split] = np.concatenate(of_photos)
         labels[split] = np.repeat(np.arange(len(classes)), [len(each) for each in of_photos])
-    return ImageFiles(where, images, labels, classes, notes=[])
+    return Listing(where, images, labels, classes, notes=[])
 
 
 def _patches(photo: np.ndarray) -> np.ndarray:

@@ -1,33 +1,37 @@
-"""The cache: each data set is decoded once, into files that all of a machine's processes map."""
+"""The cache: each data set is decoded once, into files that all of a machine's processes map.
 
-import dataclasses
-import errno
+`load` maps them, and chooses the rows to train and to test on.
+"""
+
+import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Shape
+from ddp_mnist.data import held_out
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.decode_all import decode_all, rows_of
+from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError, blame, reason
+from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
 from ddp_mnist.system.locks import take
 
-if TYPE_CHECKING:
-    from ddp_mnist.data.batches import ImageData
-
+FORMAT = 1  # raise it if what is cached would be another; a cache of another one is built again
 ABOUT = "about.json"  # everything but the arrays
-ARRAYS = (*TENSORS, *KEYS)
-DECODER = sorted(Path(__file__).parent.glob("*.py"))  # all of data/, so that nothing is forgotten
-HASH = 8  # hex digits, of the source and of the decoder in a folder's name
+ARRAYS = ("images", "labels", "keys", "part", "sums")
+FILES = "files.json"  # the images' paths; large, and rarely read
+HASH = 8  # hex digits, of the source in a folder's name
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
+FIFTH = 0.2
 Log = Callable[[str], None] | None
 
 
@@ -39,7 +43,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def choose(
-    dataset: str, cache_dir: str | None, image_options: ImageOptions = AS_THEY_ARE, log: Log = None
+    dataset: str, cache_dir: str | None, options: ImageOptions = AS_THEY_ARE, log: Log = None
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice but for those of `load`.
 
@@ -48,172 +52,121 @@ def choose(
     if dataset != "auto":
         return dataset, []
     try:
-        warnings = prepare("mnist", cache_dir, image_options, log=log)["warnings"]
+        warnings = load("mnist", cache_dir, options, log=log).warnings
     except DataError as error:
         return "digits", [
             f"MNIST is not available: {str(error).partition(';')[0]}",
             "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
         ]
-    said_by_load = find_source("mnist", image_options).warnings
+    said_by_load = find_source("mnist").warnings
     return "mnist", [each for each in warnings if each not in said_by_load]
 
 
 def load(
     dataset: str,
     cache_dir: str | None = None,
-    image_options: ImageOptions = AS_THEY_ARE,
-    log: Log = None,
-) -> "ImageData":
-    """Return the data set from the cache, mapped; read and decode it first if it is not cached.
-
-    Raises as `prepare` does.
-    """
-    return _as_images(prepare(dataset, cache_dir, image_options, log=log))
-
-
-def prepare(
-    dataset: str,
-    cache_dir: str | None = None,
-    image_options: ImageOptions = AS_THEY_ARE,
+    options: ImageOptions = AS_THEY_ARE,
     *,
     refresh: bool = False,
     log: Log = None,
-) -> dict[str, Any]:
-    """Return the fields of ImageData, with arrays for tensors: importing torch takes a second.
+) -> ImageData:
+    """Return the data set from the cache, mapped; read and decode it first if it is not cached.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` decodes again even if cached, and deletes what other decoders wrote. `log` is called
-    with a line when decoding begins, as it can take a minute.
+    `refresh` decodes again even if cached. `log` is called with a line when decoding begins, as it
+    can take a minute.
 
-    Raise UsageError or DataError if the data set does not exist or cannot be read, StorageError if
-    the cache folder cannot be written.
+    Raise UsageError or DataError if the data set does not exist or cannot be read, or if no test
+    split can be drawn; StorageError if the cache folder cannot be written.
     """
-    source = find_source(dataset, image_options)
-    stem, path = _stem_and_path(source, cache_dir)
-    if not refresh and (data := _open(path, source)):
-        return data
+    source = find_source(dataset)
+    path = _path(source, cache_dir, options)
+    if not refresh and (found := _open(path, source)):
+        return _with_splits(found, path, source, options)
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with take(folder / f"{stem}.lock", wait=True):
+        with take(folder / f"{path.name}.lock", wait=True):
             # Another process may have built it while this one waited for the lock.
-            if not refresh and (data := _open(path, source)):
-                return data
+            if not refresh and (found := _open(path, source)):
+                return _with_splits(found, path, source, options)
             replaced = path.exists() and not refresh
-            for leftover in folder.glob(f"{stem}-*.tmp"):
-                shutil.rmtree(leftover)  # of a killed process; no other writes now
-            _build(path, source, log)
-            for other in folder.glob(f"{stem}-{'?' * HASH}") if refresh else ():
-                if other != path:
-                    shutil.rmtree(other)
-            if not (data := _open(path, source)):
+            _build(path, source, options, log)
+            if not (found := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
     except OSError as error:
         why = f"the cache cannot be written ({reason(error)})"
         raise StorageError(f"{folder}: {why}; {MOVE}") from error
     if replaced:
-        data["warnings"].append(f"{path} was incomplete or out of date and was built again")
-    return data
+        found["warnings"].append(f"the files of {source.name} have changed, so it was read again")
+    return _with_splits(found, path, source, options)
 
 
 def cached(
-    dataset: str, cache_dir: str | None = None, image_options: ImageOptions = AS_THEY_ARE
-) -> "ImageData | None":
+    dataset: str, cache_dir: str | None = None, options: ImageOptions = AS_THEY_ARE
+) -> ImageData | None:
     """Return the data set if it is in the cache. Raises as `find_source` does."""
-    source = find_source(dataset, image_options)
-    fields = _open(_stem_and_path(source, cache_dir)[1], source)
-    return _as_images(fields) if fields else None
+    source = find_source(dataset)
+    path = _path(source, cache_dir, options)
+    found = _open(path, source)
+    return _with_splits(found, path, source, options) if found else None
 
 
-def _as_images(fields: dict[str, Any]) -> "ImageData":
-    import torch
-
-    from ddp_mnist.data.batches import ImageData
-
-    tensors = {name: torch.from_numpy(fields[name]) for name in TENSORS}
-    return ImageData(**fields | tensors)
-
-
-def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
-    """Return the prefix of the source's folder names, and the folder for this decoder.
-
-    A clone with an edited decoder shares the cache but not the folder.
-    """
+def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
+    """Return the folder of a source's images, read in this way."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    options = json.dumps(dataclasses.asdict(source.image_options))
-    place = hashlib.sha256(os.fsencode(source.place) + options.encode()).hexdigest()[:HASH]
-    stem = f"{source.kind}-{readable}-{place}"
-    code = b"".join(path.read_bytes() for path in DECODER)
-    decoder = hashlib.sha256(code).hexdigest()[:HASH]
-    return stem, cache_folder(cache_dir) / f"{stem}-{decoder}"
+    read_as = json.dumps([options.size, options.grey, options.for_evaluation])
+    place = hashlib.sha256(os.fsencode(source.place) + read_as.encode()).hexdigest()[:HASH]
+    return cache_folder(cache_dir) / f"{source.kind}-{readable}-{place}"
 
 
 def _open(path: Path, source: Source) -> dict[str, Any] | None:
-    """Return the fields of ImageData; None if they are missing, cut short, or of other files."""
+    """Return about.json and the arrays; None if they are missing, cut short, or of other files."""
     try:
         about = dict(json.loads((path / ABOUT).read_text("utf-8")))
         outside = about.pop("outside")
         same = outside == source.facts_outside(name for name, *_ in outside)
-        if not same or about.pop("fingerprint") != source.fingerprint:
+        now = (FORMAT, source.fingerprint)
+        if not same or (about.pop("format"), about.pop("fingerprint")) != now:
             return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
         # to torch, which warns of anything else; a write would stay in this process.
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
-        about["image_format"] = ImageFormat.from_dict(about["image_format"])
         of_source = {"name": source.name, "source": f"{source.kind}:{source.place}"}
-        return about | arrays | of_source | {"warnings": [*source.warnings]}
+        more = {"files": path / FILES, "warnings": [*source.warnings]}
+        return about | arrays | of_source | more
     except (OSError, EOFError, KeyError, TypeError, ValueError):
         return None
 
 
-def _build(path: Path, source: Source, log: Log) -> None:
+def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
     """Decode into a temporary folder, then rename it: a folder with its final name is complete."""
+    for leftover in path.parent.glob(f"{path.name}.*.tmp"):
+        shutil.rmtree(leftover)  # of a killed process; no other writes now
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-    def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-        """Allocate and map the images' files, so that images are decoded straight into them.
-
-        A second call is for the same images, some of which were drawn for testing.
-        """
-        channels, height, width = shape
-        count, kind = sum(rows.values()), "in colour" if channels == 3 else "grey"
-        mb = count * math.prod(shape) / 1e6
-        what = f"{count:,} images of {height}x{width} {kind} take {mb:,.0f} MB"
-        if log and not any(temporary.iterdir()):
-            log(f"reading    {source.name}, decoded once into {path.parent}: {what}")
-        try:
-            if count * math.prod(shape) > shutil.disk_usage(temporary).free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return {
-                split: _allocate(temporary / f"{split}_images.npy", (count, *shape))
-                for split, count in rows.items()
-            }
-        except OSError as error:
-            raise StorageError(
-                f"{path.parent}: {what}, and the cache cannot be written ({reason(error)});"
-                f" {MOVE}, or give a smaller --image-size"
-            ) from error
-
     temporary.mkdir()
+
+    def tell(what: str) -> None:
+        if log:
+            log(f"reading    {source.name}, decoded once into {path.parent}: {what}")
+
     try:
-        fingerprint, decoded = source.fingerprint, source.read(reserve)
-        for kind, parts in (("labels", decoded.labels), ("keys", decoded.keys)):
-            for split, values in parts.items():
-                np.save(temporary / f"{split}_{kind}.npy", values)
-        about: dict[str, Any] = {
-            "classes": decoded.classes,
-            "image_format": dataclasses.asdict(decoded.image_format()),
-            "digest": _digest(decoded),
-            "fingerprint": fingerprint,
-            "outside": source.facts_outside(decoded.paths.values()),
-            "test_files": _test_files(decoded, source),
-            "test_drawn": decoded.test_drawn,
-            "careful": decoded.careful,
-        }
-        (temporary / ABOUT).write_text(json.dumps(about, sort_keys=True), encoding="utf-8")
+        fingerprint, listing = source.fingerprint, source.listing(options)
+        list_of_broken = path.with_name(f"{path.name}.broken.txt")
+        about, arrays = decode_all(listing, options, temporary, list_of_broken, tell)
+        for name, values in arrays.items():
+            np.save(temporary / f"{name}.npy", values)
+        about |= {"format": FORMAT, "fingerprint": fingerprint}
+        about["outside"] = source.facts_outside(listing.files.values())
+        files = [listing.files.get(number, "") for number in range(len(listing))]
+        relative = [name.removeprefix(f"{source.place}/") for name in files]
+        for name, content in ((ABOUT, about), (FILES, relative)):
+            (temporary / name).write_text(json.dumps(content), encoding="utf-8")
         for file in temporary.iterdir():  # a power cut must leave no zeros under the final name
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+        for old in path.parent.glob(f"{path.name}-*"):  # as versions before this one named it
+            shutil.rmtree(old)
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
@@ -221,32 +174,64 @@ def _build(path: Path, source: Source, log: Log) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _test_files(decoded: Decoded, source: Source) -> list[str]:
-    """Return each test image's path in its folder, or "" if it is not a separate file."""
-    paths = [decoded.paths.get(("test", row), "") for row in range(len(decoded.labels["test"]))]
-    return [path.removeprefix(f"{source.place}/") for path in paths if source.kind == "folder"]
+def _with_splits(
+    found: dict[str, Any], path: Path, source: Source, options: ImageOptions
+) -> ImageData:
+    """Return the data set, with the rows to train and to test on."""
+    where, sums, rows = f"--dataset {source.typed}", found.pop("sums"), rows_of(found.pop("part"))
+    keys, labels = found["keys"], found["labels"]
+    share = None
+    if "test" in rows:
+        if options.test_size and not options.for_evaluation:
+            fault = f"--test-size {options.test_size:g}: {where} already has a test split"
+            raise UsageError(f"{fault}; remove --test-size")
+    elif options.for_evaluation and not options.test_size:
+        rows["test"] = rows.pop("train")
+        found["notes"].append("there is no test split, so all images are evaluated")
+    else:
+        train, share = (
+            rows["train"],
+            _test_share(path, options.test_size, len(rows["train"]), where),
+        )
+        held = train[held_out.draw_by_share(keys[train], labels[train], share)]
+        if not held.size:
+            problem = "each class has only one image (copies count as one); add more to train"
+            raise UsageError(f"--test-size {share:g}: {problem}")
+        rows = {"train": np.setdiff1d(train, held), "test": held}
+        found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
+        found["notes"].insert(
+            0,
+            f"{len(held):,} of {len(train):,} images are held out for the test (--test-size"
+            f" {share:.2g}), each by a hash of its pixels, so it stays there as the folder grows",
+        )
+        if without := sorted({*labels[train].tolist()} - {*labels[held].tolist()}):
+            shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
+            fix = "add images, or give a larger --test-size"
+            found["careful"].append(f"the test has no image of {shown}: {fix}")
+    rows.setdefault("train", np.arange(0))
+    mean, std = mean_and_std(sums[rows["train"]], found["images"].shape[1:])
+    more = {"mean": mean, "std": std, "notes": found.pop("notes")}
+    found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
+    found |= {name: torch.from_numpy(found[name]) for name in ("images", "labels")}
+    return ImageData(**found, rows=rows, test_share=share)
 
 
-def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a new file of uint8, mapped. Raise OSError if the disk has no room for it.
+def _test_share(path: Path, asked: float | None, rows: int, where: str) -> float:
+    """Return the share of images to hold out, if `asked` is a share, a number or None: a fifth.
 
-    If blocks were missing, a write to the mapped file would end the process by SIGBUS, without a
-    message: a quota may be full although the disk is not, and others may fill it meanwhile.
+    The share that a number was at first is kept beside the cache, so that it stays as the data set
+    grows. Raise UsageError if there are not so many images.
     """
-    path.unlink(missing_ok=True)  # processes that have mapped it keep it
-    images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return images
-
-
-def _digest(decoded: Decoded) -> str:
-    """Return the SHA-256 of pixels, labels and class names, by which runs recognise a data set."""
-    digest = hashlib.sha256(json.dumps(decoded.classes).encode())
-    for name in TENSORS:
-        split, _, kind = name.partition("_")
-        array = getattr(decoded, kind)[split]
-        digest.update(f"{name} {array.dtype} {list(array.shape)}".encode())
-        digest.update(array.data)
-    return digest.hexdigest()
+    if asked is None or asked < 1:
+        return asked or FIFTH
+    if asked >= rows:
+        fix = f"give at most {rows - 1}, e.g. {max(1, rows // 5)}, or a share such as {FIFTH}"
+        raise UsageError(f"--test-size {asked:g}: {where} has {rows:,} images; {fix}")
+    file, temporary = (path.with_name(f"{path.name}.{end}") for end in ("shares", f"{os.getpid()}"))
+    known = dict(json.loads(file.read_text())) if file.exists() else {}
+    if f"{asked:g}" not in known:
+        known[f"{asked:g}"] = asked / rows
+        with contextlib.suppress(OSError):  # the cache of another user
+            temporary.write_text(json.dumps(known))
+            temporary.replace(file)
+    return float(known[f"{asked:g}"])

@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import io
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -13,7 +13,7 @@ import PIL.ImageOps
 from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
-from ddp_mnist.errors import DataError
+from ddp_mnist.errors import DataError, reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
@@ -28,6 +28,7 @@ TURNS = {  # the transposition that makes an image upright, by its EXIF orientat
     8: TURN.ROTATE_90,
 }
 
+HEIF, HEIF_FIX = (".heic", ".heif"), "pip install pillow-heif"  # a phone's photos
 HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read
 
 
@@ -46,23 +47,33 @@ def image_endings() -> frozenset[str]:
     """Return the suffixes, in lower case, of the files that can be decoded here."""
     reads_heif()
     endings = PIL.Image.registered_extensions().items()
-    readable = PIL.Image.OPEN.keys() - HEADER_ONLY
+    readable = {*PIL.Image.OPEN, "MPO"} - {*HEADER_ONLY}  # JPEG's opener reads MPO
     return frozenset(ending for ending, kind in endings if kind in readable)
 
 
-@contextlib.contextmanager
-def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Open an image file, given its path or its content. Raise what Pillow raises."""
-    # Pillow warns even of faults that it can ignore, such as in the EXIF.
-    with warnings.catch_warnings(action="ignore"), open_in_thread(file) as image:
-        yield image
+def is_heif(file: Any) -> bool:
+    """Return whether an image file, by its path or content, is HEIC, whatever its suffix."""
+    head = file if isinstance(file, bytes) else b""
+    if isinstance(file, str):
+        with Path(file).open("rb") as opened:
+            head = opened.read(12)
+    return head[4:12] in {b"ftyp" + brand for brand in (b"heic", b"heix", b"mif1", b"msf1")}
+
+
+def why_unread(file: Any, error: Exception) -> str:
+    """Return, in a few words, why Pillow cannot read an image."""
+    if not isinstance(error, PIL.UnidentifiedImageError):
+        return reason(error)
+    return (
+        f"of a format that needs: {HEIF_FIX}" if is_heif(file) else "of no format that Pillow knows"
+    )
 
 
 @contextlib.contextmanager
-def open_in_thread(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Image]:
-    """Open an image file, or an array of pixels, in one of several threads.
+def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Image]:
+    """Open an image file, given its path or its content, or an array of pixels.
 
-    The caller filters warnings: threads would undo each other's filters.
+    The caller filters Pillow's warnings: threads would undo each other's filters.
     """
     reads_heif()
     if isinstance(file, np.ndarray):
@@ -117,26 +128,48 @@ def orientation_of(image: PIL.Image.Image) -> int:
     return 1
 
 
-def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
-    """Return the image in mode L or RGB, with transparent parts laid over `paper`.
+def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
+    """Return the image in mode L or RGB; transparent parts become white.
 
-    Of 16-bit values the upper 8 bits are kept.
+    They become black if all that is visible is white. Of 16-bit values the upper 8 bits are kept.
 
     Raise DataError for mode F.
     """
-    if image.mode.startswith("I"):  # convert("L") would make all above 255 white
-        upper = (np.asarray(image) // 256).clip(0, 255).astype(np.uint8)
-        image = PIL.Image.fromarray(upper)
-    if image.mode == "F":
-        raise DataError("mode F has no fixed range: save 8-bit images")
+    image = eight_bits(image)
     if image.has_transparency_data:
         layer = image.convert("RGBA")
-        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, paper), layer)
+        image = laid_on("white", layer)
+        if is_plain(image) and not is_plain(on_black := laid_on("black", layer)):
+            image = on_black
     return image if image.mode == mode else image.convert(mode)
+
+
+def eight_bits(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return the image with values of 8 bits. Raise DataError for mode F."""
+    if image.mode == "F":
+        raise DataError("mode F has no fixed range: save 8-bit images")
+    if not image.mode.startswith("I"):
+        return image
+    deep, clear = np.asarray(image), image.info.get("transparency")
+    # convert("L") would make all above 255 white
+    image = PIL.Image.fromarray((deep // 256).clip(0, 255).astype(np.uint8))
+    if clear is not None:  # a value of 16 bits
+        image.putalpha(PIL.Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
+    return image
+
+
+def laid_on(paper: str, layer: PIL.Image.Image) -> PIL.Image.Image:
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, paper), layer)
+
+
+def is_plain(image: PIL.Image.Image) -> bool:
+    """Return whether the image is of one colour."""
+    return all(low == high for low, high in np.reshape(image.getextrema(), (-1, 2)).tolist())
 
 
 def has_transparent_pixels(image: PIL.Image.Image) -> bool:
     """Return whether a decoded image has transparent pixels; its header says whether it may."""
+    image = eight_bits(image)
     if not image.has_transparency_data:
         return False
     return bool((np.asarray(image.convert("RGBA").getchannel("A")) < 255).any())

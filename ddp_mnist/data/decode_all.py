@@ -1,11 +1,20 @@
-"""Decode all images of a data set: their common shape, their pixels, and a drawn test split."""
+"""Decode all images of a listing into one array, and note what is unusual about them."""
 
-import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
 import statistics
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
+from psutil import virtual_memory
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import (
@@ -15,61 +24,87 @@ from ddp_mnist.data.decode import (
     has_transparent_pixels,
     stored_pixels,
 )
-from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
-from ddp_mnist.data.image_files import ImageFiles, threads_for
-from ddp_mnist.data.image_format import Decoded, Reserve, Shape
-from ddp_mnist.errors import DataError, UsageError, first_of, joined
+from ddp_mnist.data.held_out import key_of
+from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
+from ddp_mnist.data.listing import SPLITS, Listing
+from ddp_mnist.errors import DataError, first_of, printable
+from ddp_mnist.system.limits import cores
 
-MAX_CLASSES = 1000
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
 # torchvision's weights, or less for a small data set, which then trains faster and just as well.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
+SHOWN = 10  # broken files to name in an error
+MOST_BROKEN = 0.01  # of all, which are left out
+SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
+BYTES_A_PIXEL = 20  # at most, while an image is decoded
 
 
-def decode_all(files: ImageFiles, image_options: ImageOptions, reserve: Reserve) -> Decoded:
-    """Decode the images into the room that `reserve` makes for them.
+def decode_all(
+    listing: Listing,
+    options: ImageOptions,
+    folder: Path,
+    list_of_broken: Path,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    Raise DataError, which names all images that cannot be read, or UsageError if no test split can
-    be drawn.
+    These are labels, int64 [N], keys, uint64 [N] (see held_out.py), the part, int8 [N] (0 for train,
+    1 for test, -1 for what cannot be read), and sums of each image's values and of their squares,
+    uint64 [N, C, 2]. `tell` is called with a line when decoding begins.
+    Raise DataError, which names all images that cannot be read, if more than a few cannot, and
+    OSError if the disk has no room.
     """
-    where, classes, labels = files.where, files.classes, files.labels
-    if len(classes) > MAX_CLASSES:
-        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
-    if not image_options.for_evaluation and "test" in labels:
-        _check_classes(files)
-    shape, converted, largest = _find_shape(files, image_options)
-    labels = {"train": np.zeros(0, np.int64)} | labels  # an evaluation can do without it
-    images = reserve(shape, {split: len(each) for split, each in labels.items()})
-    keys = {split: np.empty(len(each), np.uint64) for split, each in labels.items()}
+    if not options.for_evaluation:
+        listing.check_classes()
+    shape, converted, largest = find_shape(listing, options)
+    images = allocate(folder / "images.npy", len(listing), shape, tell)
+    keys, clear = np.zeros(len(listing), np.uint64), 0
 
-    def decode(image: PIL.Image.Image, split: str, row: int) -> bool:
-        images[split][row] = decode_image(image, shape)
-        keys[split][row] = key_of(stored_pixels(image))
-        return has_transparent_pixels(image)
+    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, int, bool]:
+        pixels = decode_image(image, shape)
+        return pixels, key_of(stored_pixels(image)), has_transparent_pixels(image)
 
-    if clear := sum(files.each(decode, threads_for(largest))):
-        total = sum(map(len, labels.values()))
-        converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
-    files.refuse_broken()  # in one line, whether the header or decoding showed them
-    sixteen_bits = any(SIXTEEN_BITS in note for note in converted)
-    if sixteen_bits and max(np.max(each, initial=0) for each in images.values()) < 16:
+    for number, (pixels, key, is_clear) in listing.each(decode, threads_for(largest)):
+        images[number], keys[number] = pixels, key
+        clear += is_clear
+    if clear:
+        converted.append(
+            f"{clear:,} of {len(listing):,} images had transparent parts, which became white"
+        )
+    broken = broken_files(listing, list_of_broken)
+
+    labels = np.concatenate([*listing.labels.values()])
+    parts = [np.full(len(of), SPLITS.index(split)) for split, of in listing.labels.items()]
+    part = np.concatenate(parts).astype(np.int8)
+    part[[*listing.broken]] = -1
+    rows = rows_of(part)
+    sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
+    if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    notes, as_stored = files.notes + converted, not converted
-    decoded = Decoded(images, labels, classes, notes, as_stored, keys, files.paths)
-    return decoded if "test" in labels else _hold_out_test(decoded, image_options, reserve)
+    careful = [*copies(rows, keys, labels, listing), *blank(rows, labels, is_plain, listing)]
+    is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not converted
+    about = {
+        "classes": listing.classes,
+        "image_format": {
+            "shape": shape,
+            "bright_on_black": is_bright_on_black,
+            "digit_photos": is_bright_on_black and is_digits,
+            "characters": all(len(name) == 1 for name in listing.classes),
+        },
+        "digest": digest_of(images, labels, rows, listing.classes),
+        "notes": [*listing.notes, *broken, *converted],
+        "careful": careful,
+    }
+    return about, {"labels": labels, "keys": keys, "part": part, "sums": sums}
 
 
-def _check_classes(files: ImageFiles) -> None:
-    """Raise DataError if the test split has a class that train lacks."""
-    test = files.labels["test"]
-    if (unseen := np.flatnonzero(~np.isin(test, files.labels["train"]))).size:
-        row, label = unseen[0], files.classes[test[unseen[0]]]
-        fault = f"{files.where}: class {label} has images in test (row {row}) and none in train"
-        fix = "add some to train, or correct the labels"
-        raise DataError("; ".join([fault, *files.notes, fix]))
+def rows_of(part: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the rows of each split that has any, for the part of each image, see `decode_all`."""
+    rows = {split: np.flatnonzero(part == number) for number, split in enumerate(SPLITS)}
+    return {split: found for split, found in rows.items() if found.size}
 
 
-def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, list[str], int]:
+def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str], int]:
     """Return the shape that all images get, notes on conversions, and the largest image's pixels.
 
     All are in colour if any is.
@@ -77,19 +112,19 @@ def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, 
     sizes: Counter[tuple[int, int]] = Counter()
     odd: Counter[str] = Counter()
     colourful = 0
-    for size, grey, what in files.each(lambda image, *_: facts_of(image)):
+    for _, (size, grey, what) in listing.each(facts_of):
         sizes[size] += 1
         odd.update(what)
         colourful += not grey
-    if not sizes:
-        files.refuse_broken()
-    size, total = image_options.size or usual_size(sizes), sizes.total()
-    colour = (colourful or image_options.for_evaluation) and not image_options.grey
+    if not sizes:  # none can be read
+        sizes[1, 1] += 1
+    size, total = options.size or usual_size(sizes), sizes.total()
+    colour = (colourful or options.for_evaluation) and not options.grey
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
         notes.append(f"images of {', '.join(first_of(shown, 3))} became {size[0]}x{size[1]}")
-    if colourful and image_options.grey:
+    if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
         notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
@@ -114,39 +149,125 @@ def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:
     return round(height * most / side), round(width * most / side)
 
 
-def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reserve) -> Decoded:
-    """Return the data set with about `test_size` of its train images moved to a test split.
+def allocate(file: Path, count: int, shape: Shape, tell: Callable[[str], None]) -> np.ndarray:
+    """Return a new file of uint8 [count, *shape], mapped. Raise OSError without room for it.
 
-    Raise UsageError if each class has only one image.
+    If blocks were missing, a write to the mapped file would end the process by SIGBUS, without a
+    message: a quota may be full although the disk is not, and others may fill it meanwhile.
     """
-    images, keys = decoded.images["train"], decoded.keys["train"]
-    test_size = image_options.test_size
-    assert test_size is not None, "there is no test split"
-    share = share_of(test_size, image_options.test_of or len(keys))
-    held = draw_by_share(keys, decoded.labels["train"], share)
-    if not held.size:
-        problem = "each class has only one image (copies count as one); add more to train"
-        raise UsageError(f"--test-size {test_size}: {problem}")
-    rows = {"train": np.delete(np.arange(len(keys)), held), "test": held}
-    parts = reserve(images.shape[1:], {split: len(those) for split, those in rows.items()})
-    for split, those in rows.items():  # "clip", as otherwise NumPy buffers them all in memory
-        np.take(images, those, axis=0, out=parts[split], mode="clip")
-    labels = {split: decoded.labels["train"][those] for split, those in rows.items()}
-    paths = {("test", at): decoded.paths.get(("train", row), "") for at, row in enumerate(held)}
-    without = sorted(set(labels["train"]) - set(labels["test"]))
-    shown = joined((f'"{decoded.classes[label]}"' for label in without), 80)
-    fix = "add images, or give a larger --test-size"
-    note = (
-        f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
-        " their pixels, so each stays there as the folder grows"
+    channels, height, width = shape
+    size, kind = count * math.prod(shape), "in colour" if channels == 3 else "grey"
+    what = f"{count:,} images of {height}x{width} {kind} take {size / 1e6:,.0f} MB"
+    tell(what)
+    if size > shutil.disk_usage(file.parent).free:
+        raise OSError(errno.ENOSPC, f"{what}, and there is no space left; resize by --image-size")
+    images = np.lib.format.open_memmap(file, "w+", np.uint8, (count, *shape))
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with file.open("r+b") as written:
+            os.posix_fallocate(written.fileno(), 0, file.stat().st_size)
+    return images
+
+
+def threads_for(largest: int) -> int:
+    """Return how many threads should decode images, the largest of which has `largest` pixels.
+
+    That is one more than there are cores, as one often waits for Python's lock, or fewer if their
+    images would not fit into half of the free memory.
+    """
+    if largest < SMALL or (own := cores()) == 1:
+        return 1
+    return max(1, min(own + 1, int(virtual_memory().available / 2 / (BYTES_A_PIXEL * largest))))
+
+
+def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
+    """Return a note on images that cannot be read; if they are many, raise DataError.
+
+    If not all are named, they are listed in a file.
+    """
+    if not listing.broken:
+        return []
+    named = [name for _, name in sorted(listing.broken.items())]
+    shown = printable(", ".join(first_of(named, SHOWN)))
+    if len(named) > SHOWN:
+        list_of_broken.write_text("\n".join(named) + "\n", errors="backslashreplace")
+        shown += f" (all are in {list_of_broken})"
+    those = f"{len(named):,} of {len(listing):,} images cannot be read"
+    if len(named) <= MOST_BROKEN * len(listing):
+        return [f"{those} and were left out: {shown}"]
+    fix = "leave their rows out" if listing.column else "move them out of the folder"
+    raise DataError(f"{listing.where}: {those}: {shown}; replace them or {fix}")
+
+
+# --- What the pixels show
+
+
+def facts_of_pixels(
+    images: np.ndarray, rows: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return the sums of `decode_all`, whether each image is of one colour, and whether all are
+    bright strokes on black, see `borders_of`.
+    """
+    sums = np.zeros((len(images), images.shape[1], 2), np.uint64)
+    is_plain, dark, bright = np.zeros((3, len(images)), bool)
+    for block in blocks_of(images):
+        pixels = images[block]
+        wide = pixels.astype(np.uint16)  # holds 255 squared; 64 bits take 3 times as long
+        sums[block, :, 0] = wide.sum((2, 3), dtype=np.uint64)
+        sums[block, :, 1] = (wide**2).sum((2, 3), dtype=np.uint64)
+        is_plain[block] = (pixels.max((2, 3)) == pixels.min((2, 3))).all(1)
+        dark[block], bright[block] = borders_of(pixels)
+    every = np.concatenate([*rows.values()])
+    is_of_strokes = images.shape[1] == 1 and not (is_plain | bright)[every].any()
+    return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
+
+
+def digest_of(
+    images: np.ndarray, labels: np.ndarray, rows: dict[str, np.ndarray], classes: list[str]
+) -> str:
+    """Return the SHA-256 of pixels, labels and class names, by which runs recognise a data set."""
+    digest = hashlib.sha256(json.dumps(classes).encode())
+    for split, these in rows.items():
+        for kind, array in (("images", images), ("labels", labels)):
+            shape = [len(these), *array.shape[1:]]
+            digest.update(f"{split}_{kind} {array.dtype} {shape}".encode())
+            for start in range(0, len(these), 1000):
+                digest.update(array[these[start : start + 1000]].data)
+    return digest.hexdigest()
+
+
+def copies(
+    rows: dict[str, np.ndarray], keys: np.ndarray, labels: np.ndarray, listing: Listing
+) -> list[str]:
+    """Return what may spoil a result: test images that are in train, images in two classes."""
+    careful, (train, test) = list[str](), (rows.get(s, np.arange(0)) for s in ("train", "test"))
+    if (seen := test[np.isin(keys[test], keys[train])]).size:
+        those = f"{len(seen):,} of {len(test):,} test images are in train too"
+        careful.append(f"{those}{named(listing, seen)}: take them out of one")
+    every = np.concatenate([*rows.values()])
+    order = every[np.lexsort((labels[every], keys[every]))]
+    same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
+    if (twice := order[1:][same]).size:
+        those = f"{len(twice):,} images lie in two classes"
+        careful.append(f"{those}{named(listing, twice)}: decide on one")
+    return careful
+
+
+def blank(
+    rows: dict[str, np.ndarray], labels: np.ndarray, is_plain: np.ndarray, listing: Listing
+) -> list[str]:
+    """Return a line if most images of a class show a single colour."""
+    every = np.concatenate([*rows.values()])
+    of_class, plain = (
+        np.bincount(labels[these], minlength=len(listing.classes))
+        for these in (every, every[is_plain[every]])
     )
-    return dataclasses.replace(
-        decoded,
-        images=parts,
-        labels=labels,
-        keys={split: keys[those] for split, those in rows.items()},
-        paths=decoded.paths | paths,
-        test_drawn=True,
-        notes=[note, *decoded.notes],
-        careful=[f"the test has no image of {shown}: {fix}"] if without else [],
-    )
+    if not (plain > of_class / 2).any():
+        return []
+    total = f"{plain.sum():,} of {len(every):,} images"
+    return [f"{total} show a single colour{named(listing, every[is_plain[every]])}: look at them"]
+
+
+def named(listing: Listing, numbers: np.ndarray) -> str:
+    """Return the first file of these images, as part of a sentence; "" if they have none."""
+    file = listing.files.get(int(numbers[0]), "")
+    return f", as {printable(file.removeprefix(f'{Path.cwd()}/'))}" if file else ""

@@ -1,83 +1,68 @@
-"""The images of a folder, split as `datasets` does it, with an error if it would lose some."""
+"""A folder of images, each in the folder of its class, or with its label in a metadata file."""
 
+import csv
+import io
+import json
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.image_files import ImageFiles, choose_splits
-from ddp_mnist.errors import DataError, first_of, printable
+from ddp_mnist.data.decode import HEIF, HEIF_FIX, image_endings, is_heif
+from ddp_mnist.data.listing import Listing, choose_splits, number_labels
+from ddp_mnist.errors import DataError, blame, first_of, printable, shown_name
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
-# as `datasets` defines them.
+# as `datasets` defines them; also Train, TrainSet and the like.
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
-SPLIT_ENDING = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
 APART = "[-._ 0-9]"
-HEIF = (".heic", ".heif")  # a phone's photos
-HEIF_FIX = "pip install pillow-heif"
+SPLIT_NAMES = {
+    split: re.compile(f"(.*{APART})?({'|'.join(words)})(set)?({APART}.*)?", re.IGNORECASE)
+    for split, words in SPLIT_WORDS.items()
+}
+EXACT = {word for words in SPLIT_WORDS.values() for word in words}
+LABELS = ("label", "labels")  # names of the column
 BESIDE_IMAGES = (  # files that are clearly not images
     *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
     *(".parquet", ".tsv", ".txt", ".xml", ".zip"),
 )
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The contents of a folder, by paths relative to it."""
-
-    where: str  # as errors begin
-    folder: str
-    paths: list[Path]
-    images: list[Path]
-    notes: list[str]  # on what is left out
-    image_options: ImageOptions
-
-    @property
-    def tables(self) -> list[Path]:
-        return [p for p in self.paths if p.suffix == ".parquet" and not is_metadata(p)]
-
-    @property
-    def card_names_files(self) -> bool:
-        """Whether the data set's card (README.md) says which files to read."""
-        card = Path(self.folder, "README.md")
-        return card.is_file() and b"configs:" in card.read_bytes()
-
-
-def is_metadata(file: Path) -> bool:
-    """Return whether a file describes the images next to it."""
-    return file.name in ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*|\.DS_Store)(/|$)")  # what systems leave
+HIDDEN = re.compile(r"(^|/)\.")
+OF_CLASS = "put each image into the folder of its class, of two or more"
 
 
 def paths_in(folder: Path) -> list[Path]:
     """Return the paths in a folder, sorted and relative to it, without hidden ones and runs.
 
-    Names of hidden ones begin with a dot or `__`. A run may be written into the folder that it
-    trains on: `cd photos; train --dataset .`
+    A run may be written into the folder that it trains on: `cd photos; train --dataset .`
     """
 
     def is_run(path: Path) -> bool:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
-    hidden = re.compile(r"(^|/)(\.|__)")
     every = sorted(folder.rglob("*"))  # follows no link
-    found = [path for path in every if not hidden.search(str(path.relative_to(folder)))]
+    found = [path for path in every if not HIDDEN.search(str(path.relative_to(folder)))]
     runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
     for link in found:
         if link.is_symlink() and (is_run(link) or (link.name == "latest" and not link.exists())):
             runs.add(link)
     runs.discard(folder)
     outside = [path for path in found if not runs or runs.isdisjoint((path, *path.parents))]
-    return [path.relative_to(folder) for path in outside]
+    names = (path.relative_to(folder) for path in outside)
+    return [path for path in names if not JUNK.search(str(path))]
+
+
+def is_metadata(file: Path) -> bool:
+    """Return whether a file describes the images next to it."""
+    return file.stem == "metadata" and file.suffix in READERS
 
 
 def find_images(
@@ -91,13 +76,13 @@ def find_images(
     endings = image_endings()
     images, odd = list[Path](), Counter[str]()
     for path in paths_in(Path(folder)) if found is None else found:
-        suffix = path.suffix.lower()
-        if Path(folder, path).is_file():
-            if suffix in endings:
+        suffix, file = path.suffix.lower(), Path(folder, path)
+        if file.is_file():
+            if suffix in endings or (suffix in HEIF and not is_heif(str(file))):
                 images.append(path)
             elif suffix not in BESIDE_IMAGES:
                 odd[path.suffix or "no ending"] += 1
-        elif Path(folder, path).is_symlink():
+        elif file.is_symlink():
             fault = f"{where}: {path} is a link to a folder or to nothing, and is not followed"
             raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common()]
@@ -108,114 +93,134 @@ def find_images(
     return images, [note] if odd else []
 
 
-def list_images(where: str, folder: str, paths: list[Path], image_options: ImageOptions) -> Listing:
-    """Return the Listing of a folder. Raise DataError for a name that `datasets` cannot read."""
-    images, notes = find_images(where, folder, paths)
+def list_folder(
+    where: str,
+    folder: str,
+    paths: list[Path],
+    there: list[Path],
+    notes: list[str],
+    options: ImageOptions,
+) -> Listing:
+    """Return the images of a folder, by split and class, and notes on all that are left out.
+
+    `there` and `notes` are what `find_images` found among the `paths`.
+
+    The topmost folder that is named like a split decides; or else the names of the files, if all of
+    them have such a word. Raise DataError if the class of an image is not clear.
+    """
+    labels, unused = read_metadata(where, folder, [*filter(is_metadata, paths)])
+    images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
             raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
-    return Listing(where, folder, paths, images, notes, image_options)
+    split_of = split_by_folders(images, has_labels=bool(labels))
+    part_of = dict[Path, tuple[str, int]]()
+    if not split_of and not options.test_size:
+        split_of = split_by_files(images)
+    for image in images:
+        place = split_of.get(image) if split_of else ("train", -1)
+        if place and (not labels or image in labels):
+            part_of[image] = place
+    left_out = [image for image in images if image not in part_of]
+    if len(left_out) > len(part_of) and not labels:
+        few = f"{len(left_out):,} of {len(images):,} images are in no split, as {left_out[0]}, but"
+        fix = "rename that, or put images into train/CLASS/ and test/CLASS/"
+        raise DataError(f"{where}: {few} {next(iter(part_of))} is; {fix}")
+    found: dict[str, list[Path]] = {}
+    for split in SPLIT_WORDS:
+        if of_split := [image for image, (its, _) in part_of.items() if its == split]:
+            found[split] = of_split
+    if undescribed := sorted({split for split, _ in split_of.values()} - found.keys()):
+        fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
+        raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
+    splits, more = choose_splits(found, where, options)
+    if not labels:
+        labels = {}
+        for of_split in splits.values():
+            labels |= classes_of(where, of_split, part_of)
+    numbers, classes = number_labels(
+        {split: [labels[image] for image in each] for split, each in splits.items()}, where
+    )
+    if len(classes) == 1 and not options.for_evaluation:
+        [name] = map(shown_name, classes)
+        raise DataError("; ".join([f"{where}: there is only one class, {name}", *unused, OF_CLASS]))
+    every = (path.relative_to(folder) for path in Path(folder).rglob("*"))
+    hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
+    left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
+    if left_out:
+        note = f"{len(left_out):,} of {len(part_of) + len(left_out):,} images were left out"
+        unused.append(f"{note}, as {printable(str(left_out[0]))}")
+    cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
+    return Listing(where, cells, numbers, classes, notes + unused + more)
 
 
-def splits_of_images(listing: Listing) -> dict[str, list[Path]]:
-    """Return the images of each split, and the metadata files that describe them.
+def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, tuple[str, int]]:
+    """Return the split of each image, and which part of its path says so; {} if no folder does.
 
-    They are {} if tables or the folder's card say which files to read. If a test split is to be
-    drawn from train, names of files, and of classes at the top level, do not count as names of
-    splits.
+    Classes like cat/1.png may be named anything but exactly like a split.
     """
-    images, drawn = listing.images, listing.image_options.test_size
-    if not images or listing.tables or listing.card_names_files:
+    tops = {image.parts[0].lower() for image in images}
+    if not has_labels and all(len(each.parts) == 2 for each in images) and tops.isdisjoint(EXACT):
         return {}
-    metadata = [*filter(is_metadata, listing.paths)]
-    if drawn and not metadata and are_classes_at_the_top(images):
-        return {"train": sorted(images, key=str)}
-    return split_by_names([*images, *metadata], by_file=not drawn)
+    found = {}
+    for image in images:
+        for place, part in enumerate(image.parts[:-1]):
+            if split := split_in(part):
+                found[image] = split, place
+                break
+    return found
 
 
-def are_classes_at_the_top(images: list[Path]) -> bool:
-    """Return whether all images lie like cat/1.png, and not like train/1.png."""
-    tops = {file.parts[0].lower() for file in images}
-    return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(SPLIT_OF)
+def split_by_files(images: list[Path]) -> dict[Path, tuple[str, int]]:
+    """Return the split of each image by its file's name; {} unless all have one, train as well."""
+    found = {image: (split_in(image.name), -1) for image in images}
+    splits = {split for split, _ in found.values()}
+    return found if "train" in splits and "" not in splits else {}
 
 
-def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Path]]:
-    """Return the files of each split as `datasets` finds them, in its order."""
-    files = sorted(files, key=str)
-    for of_file, end in ((False, f"({APART}.*)?"), (True, f"{APART}.*"))[: 1 + by_file]:
-        found = dict[str, list[Path]]()
-        for split, words in SPLIT_WORDS.items():
-            word = re.compile(f"(.*{APART})?({'|'.join(words)}){end}")
-            for file in files:
-                names = (file.name,) if of_file else file.parent.parts
-                if any(map(word.fullmatch, names)):
-                    found.setdefault(split, []).append(file)
-        if found:
-            return found
-    return {"train": files}
+def split_in(name: str) -> str:
+    """Return the split that a name of a file or folder means; "" if none."""
+    return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
-def image_files(listing: Listing, found: dict[str, list[Path]]) -> ImageFiles:
-    """Return the images of these splits; the class of each is its folder."""
-    splits, notes = choose_splits(found, listing.where, listing.image_options)
-    classes = sorted({file.parent.name for files in found.values() for file in files})
-    label_of = {name: label for label, name in enumerate(classes)}
-    labels = {
-        split: np.array([label_of[file.parent.name] for file in files], np.int64)
-        for split, files in splits.items()
-    }
-    folder = Path(listing.folder)
-    paths = {split: [str(folder / file) for file in files] for split, files in splits.items()}
-    return ImageFiles(listing.where, paths, labels, classes, notes)
+def classes_of(
+    where: str, images: list[Path], part_of: dict[Path, tuple[str, int]]
+) -> dict[Path, str]:
+    """Return the class of each image of a split, the folder that it lies in.
 
-
-def check_splits(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
-    """Return notes on files that are left out.
-
-    Raise DataError if an image is in two splits, in a split other than its folder's name says, or
-    in no class, or if only one split has a metadata file.
+    Raise DataError if these folders do not lie side by side.
     """
-    used = [file for files in splits.values() for file in files]
-    unused = sorted({*listing.images}.difference(used))
-    if found := _find_fault(listing, splits, used, unused):
-        raise DataError(f"{listing.where}: {found}")
-    note = f"images outside the splits were left out: {len(unused):,}, as"
-    return listing.notes + [f"{note} {printable(str(file))}" for file in unused[:1]]
+    below = {image: image.parts[part_of[image][1] + 1 : -1] for image in images}
+    first = next(iter(images))
+    for image, folders in below.items():
+        if not folders or folders[:-1] != below[first][:-1]:
+            both = first if image is first else f"{first} and {image}"
+            raise DataError(f"{where}: which folder is the class of {both}? {OF_CLASS}")
+    return {image: folders[-1] for image, folders in below.items()}
 
 
-def _find_fault(
-    listing: Listing, splits: dict[str, list[Path]], used: list[Path], unused: list[Path]
-) -> str:
-    """Return the fault of the images' folders and how to correct it, or "" without one."""
-    images, image_options = listing.images, listing.image_options
-    if len({*used}) < len(used):
-        [(file, _)] = Counter(used).most_common(1)
-        return f"{file} is in two splits by its folders; rename its class"
+def read_metadata(where: str, folder: str, files: list[Path]) -> tuple[dict[Path, Any], list[str]]:
+    """Return the label of each image that a metadata file names, and notes on files without any.
 
-    flat = are_classes_at_the_top(images)
-    tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
-    words = {top: SPLIT_ENDING.sub("", top.lower()) for top in tops}
-    meant = {top: SPLIT_OF[word] for top, word in words.items() if word in SPLIT_OF}
-    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
-    misread = any(read_as.get(top) != split for top, split in meant.items())
-    if misread and len({*meant.values()}) > 1 and not (flat and image_options.test_size):
-        return f"found the folders {', '.join(meant)}; rename them to {', '.join(meant.values())}"
+    Labels are as they stand there: 007 in a CSV file is a word, and so is NA.
+    """
+    labels, notes = dict[Path, Any](), list[str]()
+    for file in files:
+        with blame(f"{where}: {file}", DataError):
+            rows = READERS[file.suffix](Path(folder, file))
+        column = next((name for name in LABELS if rows and name in rows[0]), "")
+        if not column or "file_name" not in rows[0]:
+            notes.append(f"{file} has no columns file_name and label, and was not used")
+            continue
+        for row in rows:
+            labels[Path(os.path.normpath(file.parent / row["file_name"]))] = row.get(column)
+    if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
+        labels = {image: int(each) for image, each in labels.items()}
+    return labels, notes
 
-    described = {file: split for split in splits for file in splits[split] if is_metadata(file)}
-    if described:  # the classes are in them
-        file, lacks = next(iter(described)), ", ".join(splits.keys() - described.values())
-        fix = f"give it one, or move {file} elsewhere if the folders are the classes"
-        fault = f"{file} describes images, and split {lacks} has no such file; {fix}"
-        return fault if lacks else ""
 
-    if len(unused) > len(used):
-        few = f"{len(unused):,} of {len(images):,} images are in no split, as {unused[0]}, but"
-        return f"{few} {used[0]} is; rename that, or put images into train/CLASS/ and test/CLASS/"
-    fix = "put each image into the folder of its class, of two or more"
-    depths = {len(file.parts): str(file) for file in used}
-    if len(depths) > 1:
-        return f"{' and '.join(depths.values())} are not equally deep; {fix}"
-    classes = {file.parent.name for file in splits.get("train", used)}
-    if len(classes) == 1 and not image_options.for_evaluation:
-        return f"there is only one class, {classes.pop() or 'the folder itself'}; {fix}"
-    return ""
+READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {  # of metadata files, by suffix
+    ".csv": lambda file: [*csv.DictReader(io.StringIO(file.read_text("utf-8-sig")))],
+    ".jsonl": lambda file: [*map(json.loads, file.read_text("utf-8").splitlines())],
+    ".parquet": lambda file: import_module("pyarrow.parquet").read_table(file).to_pylist(),
+}

@@ -6,7 +6,6 @@ test.
 """
 
 import hashlib
-import math
 
 import numpy as np
 
@@ -32,19 +31,9 @@ def validation_rows(
         return np.arange(0)
     if not by_share:
         return draw_exactly(keys, labels, val_size)
-    share = share_of(1, 5) if val_size == len(keys) // 5 else share_of(val_size, len(keys))
+    share = 0.2 if val_size == len(keys) // 5 else val_size / len(keys)
     # With the halves of a key swapped, bits decide that had no part in the draw of the test.
     return draw_by_share((keys << np.uint64(32)) | (keys >> np.uint64(32)), labels, share)
-
-
-def share_of(asked: int, rows: int) -> float:
-    """Return the share that holds out about `asked` of so many rows, now and as they grow.
-
-    It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... 80 % (ISO 3,
-    series R10): asked / rows changes with each image that is added, this hardly ever. Above 80 %
-    the series has 100 %, which would leave no train images.
-    """
-    return 10 ** (min(-1, round(10 * math.log10(asked / rows))) / 10)
 
 
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:

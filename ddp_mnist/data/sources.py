@@ -1,7 +1,4 @@
-"""Resolve --dataset: a data set on the Hub, in a folder, or built into scikit-learn.
-
-`Source._files` chooses the reader of a format; idx.py is the smallest one.
-"""
+"""Resolve --dataset: a data set on the Hub, in a folder, or built into scikit-learn."""
 
 import functools
 import hashlib
@@ -15,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import errors
-from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import datasets_library, folders
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.decode import reads_heif
-from ddp_mnist.data.decode_all import decode_all
-from ddp_mnist.data.idx import find_idx_files, read_idx
-from ddp_mnist.data.image_files import ImageFiles, choose_splits
-from ddp_mnist.data.image_format import Decoded, Reserve
+from ddp_mnist.data.decode import HEIF, reads_heif
+from ddp_mnist.data.folders import find_images, is_metadata, list_folder, paths_in
+from ddp_mnist.data.idx import list_idx
+from ddp_mnist.data.listing import Listing
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 
@@ -34,39 +30,46 @@ class Source:
     name: str
     kind: str
     place: str
-    image_options: ImageOptions = AS_THEY_ARE
     typed: str = field(default="", compare=False)  # its name in errors
     warnings: list[str] = field(default_factory=list, compare=False)
 
-    def read(self, reserve: Reserve) -> Decoded:
-        """Decode the whole data set, into the room that `reserve` makes for the images.
+    def listing(self, options: ImageOptions) -> Listing:
+        """Return the images and labels that lie there.
 
-        Raise UsageError if --test-size does not fit, DataError if it cannot be read, or
-        StorageError if the disk has no space to unpack it.
+        Raise DataError if they cannot be read, or StorageError if the disk has no space to unpack
+        them.
         """
-        try:
-            return decode_all(self._files(), self.image_options, reserve)
-        except (OSError, ValueError) as error:  # pyarrow's too
-            raise errors.blamed(f"--dataset {self.typed}", errors.DataError, error) from error
-
-    def _files(self) -> ImageFiles:
-        where, image_options = f"--dataset {self.typed}", self.image_options
+        where = f"--dataset {self.typed}"
         if self.kind == "hub":
-            return datasets_library.read_hub(self.place, where, image_options)
+            return tables.list_hub(self.place, where, options)
         if self.kind in BUILT_IN:
-            files = BUILT_IN[self.kind](where)
-        elif idx := find_idx_files(Path(self.place), where):
-            files = read_idx(idx, where)
-        else:
-            return datasets_library.read_folder(self.place, self.paths, where, image_options)
-        choose_splits(files.labels, where, image_options)
-        return files
+            return BUILT_IN[self.kind](where)
+        with errors.blame(where, errors.DataError):
+            return list_idx(self.place, where) or self._folder(where, options)
+
+    def _folder(self, where: str, options: ImageOptions) -> Listing:
+        """Return the tables in a folder, or else its images."""
+        if tables.is_saved(self.place):
+            return tables.list_tables(self.place, where, options)
+        found, notes = find_images(where, self.place, self.paths)
+        has_tables = any(p.suffix == ".parquet" and not is_metadata(p) for p in self.paths)
+        if found and not has_tables:
+            return list_folder(where, self.place, self.paths, found, notes, options)
+        archive = next((path for path in self.paths if path.suffix == ".zip"), None)
+        if archive and not has_tables:
+            fix = "unpack it into train/CLASS/ and test/CLASS/"
+            raise errors.DataError(f"{where}: {archive} is an archive, and is not opened; {fix}")
+        listing = tables.list_tables(self.place, where, options)
+        if found:
+            beside = f"{len(found):,} images beside the tables were left out"
+            listing.notes.append(f"{beside}, as {errors.printable(str(found[0]))}")
+        return listing
 
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The paths in a folder, relative to it; the folder is listed once."""
         with errors.blame(f"--dataset {self.typed}", errors.DataError):
-            return folders.paths_in(Path(self.place))
+            return paths_in(Path(self.place))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -78,7 +81,7 @@ class Source:
             linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
             files = {path for path in itertools.chain(places, *linked) if path.is_file()}
             facts: list[Any] = [*map(_fact, sorted(files))]
-        if any(path.suffix.lower() in folders.HEIF for path in files):
+        if any(path.suffix.lower() in HEIF for path in files):
             facts.append(reads_heif())
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -99,7 +102,7 @@ def _fact(path: Path) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
-def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Source:
+def find_source(dataset: str) -> Source:
     """Return the source that `--dataset` names.
 
     Raise DataError if a path does not lead to a folder, UsageError if it is neither a name nor a
@@ -110,14 +113,14 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
     notes = [note] if beside else []
     if dataset in BUILT_IN:
         place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
-        return Source(dataset, dataset, place, image_options, dataset, notes)
+        return Source(dataset, dataset, place, dataset, notes)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], image_options, dataset, notes)
+        return Source(dataset, "hub", HUB_IDS[dataset], dataset, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with errors.blame(f"--dataset {dataset}", errors.DataError):
         if dataset and path.is_dir():
-            return Source(errors.printable(path.name), "folder", str(path), image_options, dataset)
+            return Source(errors.printable(path.name), "folder", str(path), dataset)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
@@ -125,7 +128,7 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset, image_options, dataset)
+        return Source(dataset.replace("/", "--"), "hub", dataset, dataset)
     fix = "choose from mnist, fashion_mnist, digits, patches, a Hub id (owner/name) or a folder"
     raise errors.UsageError(f"--dataset {dataset}: no such data set or folder; {fix}{near}")
 

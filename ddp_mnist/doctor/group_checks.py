@@ -252,7 +252,7 @@ def faulty_devices(group: Group) -> list[CheckResult]:
 def training(group: Group) -> list[CheckResult]:
     """Train on the digits: weights must be equal on all ranks, and accurate."""
     images = cache.load("digits", group.options.cache_dir)
-    recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
+    recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.rows["train"]), group.size)
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
     with listen() as stop:
         run = TrainingRun(config, group.world, images.hold_out(recipe.val_size), stop)

@@ -16,7 +16,7 @@ from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data import cache, datasets_library, sources
+from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import count
 from ddp_mnist.run.folder import try_to_write
@@ -158,7 +158,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
     image_options = ImageOptions(test_size=options.test_size)
     try:
         if source.kind == "folder" and not dist.is_initialized():
-            cache.prepare(*place, image_options)
+            cache.load(*place, image_options)
         if cache.cached(*place, image_options):
             yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
@@ -167,9 +167,9 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
             yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":
             yield passed("data", f"{name} is on this machine")
-        elif why := datasets_library.why_out_of_reach(source.place):
+        elif why := tables.why_out_of_reach(source.place):
             text = f"{name} is not in the cache, and the Hub cannot be reached ({why})"
-            yield warned("data", text, datasets_library.OFFLINE_FIX)
+            yield warned("data", text, tables.OFFLINE_FIX)
         else:
             yield passed("data", f"{name} can be fetched from the Hub")
     except DdpMnistError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,22 +53,6 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
             f" {', '.join(sorted(names))}"
         )
     return entries[name]
-
-
-def fetch(weights: str, entry: "WeightsEnum", progress: bool) -> None:
-    """Let torchvision download the weights to its own folder, unless they are there already.
-
-    One process per machine does so, under a file lock, and the others wait. With `progress` a bar
-    is drawn on stderr. Raise UsageError if the file cannot be fetched, StorageError if the disk is
-    full.
-    """
-    file = file_of(entry)
-    if file.exists():
-        return
-    with blame(f"--weights {weights}, for {file}", UsageError, f"bring {entry.url} there"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with take(file.with_name(f"{file.name}.lock"), wait=True):
-            entry.get_state_dict(check_hash=True, weights_only=True, progress=progress)
 
 
 def file_of(entry: "WeightsEnum") -> Path:
@@ -149,12 +134,17 @@ def read_named(
 ) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return the tensors of torchvision's net with these weights, and the names of its classes.
 
-    torchvision's code reads the file: in old ones tensors have other names, or are missing.
+    torchvision downloads the file, in one process per machine, and its code reads it: in old files
+    tensors have other names, or are missing. Raise UsageError if that fails.
     """
     from torchvision.models import get_model
 
-    with blame(f"--weights {weights}, of {file_of(entry)}", UsageError, f"put {entry.url} there"):
-        entry.get_state_dict(weights_only=True)  # torchvision would run code in it
+    file = file_of(entry)
+    with blame(f"--weights {weights}, for {file}", UsageError, f"bring {entry.url} there"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with take(file.with_name(f"{file.name}.lock"), wait=True):
+            # get_model would run code in the file, and prints its progress
+            entry.get_state_dict(check_hash=True, weights_only=True, progress=sys.stderr.isatty())
         net = get_model(model.partition(":")[2], weights=entry)
     return net.state_dict(), entry.meta["categories"]
 

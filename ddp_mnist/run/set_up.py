@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.nets.ours import is_known
 from ddp_mnist.run import resume, summary, tracking
-from ddp_mnist.run.console import Console, draws
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.faults import inject
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
@@ -101,10 +100,10 @@ def resolve_and_load(
         images = replace(images, image_format=made)
     if found:
         resume.check_same_images(name, images.digest, found)
-    rows, size = len(images.train_labels), world.store.world_size
+    rows, size = len(images.rows["train"]), world.store.world_size
     images = images.hold_out(config.recipe.val_size_of(rows))
     pictures = images.image_format.pictures
-    val_rows = len(images.val_rows)
+    val_rows = len(images.rows["validation"])
     recipe = resolve_recipe(config.recipe, rows, size, val_rows, pictures, config.resumes)
     if config.run.profile and config.run.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(
@@ -131,9 +130,8 @@ def resolve_and_load(
 def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "WeightsEnum | None"]:
     """Refuse unknown names of a net, loss, tracker, metric or weights, before the data is read.
 
-    Fetch the weights that --weights names, unless a checkpoint holds the weights. Return them, and
-    the flags with the image size that they were made for, unless --image-size was given. Raises as
-    `find_named` and `fetch` do.
+    Return torchvision's weights that --weights names, and the flags with the image size that they
+    were made for, unless --image-size was given. Raises as `find_named` does.
     """
     recipe = config.recipe
     if recipe.model:
@@ -141,9 +139,6 @@ def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "Weight
     image_losses(recipe.loss)
     named = initial_weights.find_named(recipe.model or "the default net", recipe.weights)
     if named:
-        if config.initial_weights:
-            progress = not config.run.quiet and draws(sys.stderr)
-            initial_weights.fetch(config.initial_weights, named, progress)
         image_size = config.run.image_size or str(initial_weights.size_of(named))
         config = replace(config, run=replace(config.run, image_size=image_size))
     store.broadcast_from_rank0("trackers", lambda: tracking.known_trackers(config.run.trackers))
@@ -229,6 +224,7 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
             "run_id": run_id,
             "format": FORMAT,
             "digest": run.images.digest,
+            "test_share": run.images.test_share,
             "own_code": identity.own_code,
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),

@@ -41,8 +41,8 @@ FOLDER_KEY = "run folder"  # the broadcast of its path
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    val_rows, steps = len(images.val_rows), recipe.steps_per_epoch
-    train_rows = len(images.train_labels) - val_rows
+    train_rows, val_rows, test_rows = map(len, images.splits())
+    steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
@@ -51,7 +51,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
-        f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
+        f" {test_rows:,} test images, {len(images.classes)} classes",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **by_class(images, recipe.class_weights),
         "careful": "; ".join(map(printable, images.careful)),
@@ -89,7 +89,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
         )
     if recipe.class_weights == "balanced":
         parts.append("rare classes count more")
-    rows = len(images.train_labels) - len(images.val_rows)
+    rows = len(images.rows["train"])
     chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
     names = [
         field.name for field in flag_fields(recipe) if field.name in config.explicit - {"preset"}
@@ -100,7 +100,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
 
 def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
-    labels = np.delete(images.train_labels.numpy(), images.val_rows)
+    labels = images.labels.numpy()[images.rows["train"]]
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = [*zip(map(shown_name, images.classes), counts, strict=True)]
     shown = ", ".join(f"{name}: {number:,}" for name, number in each)
@@ -109,8 +109,8 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     if len(shown) > ONE_LINE:
         shown = f"{least:,} ({rare}) to {most:,} ({common}) train images each"
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
-    held = {"--val-size": len(images.val_rows)}
-    held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
+    held = {"--val-size": len(images.split("validation"))}
+    held |= {"--test-size": len(images.rows["test"])} if images.test_share else {}
     largest = max(held, key=held.__getitem__)
     fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
     hint = f"few train images of {first_three(few)}: below {FEW} a class is hard to learn; {fix}"
@@ -215,7 +215,7 @@ def summarise(
         "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(images_trained_on / max(progress.train_seconds, 1e-9), 1),
         "hosts": [name_of(host) for host in world.store.hosts],  # by rank
-        "dataset": images.describe() | {"val_rows": len(images.val_rows)},
+        "dataset": images.describe(),
         "classes": images.classes,
         "images_per_class": images.per_class(),
         "notes": [*images.warnings, *images.careful, *images.image_format.notes],

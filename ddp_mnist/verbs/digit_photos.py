@@ -41,9 +41,6 @@ def as_viewed(image: PIL.Image.Image) -> np.ndarray:
     """Return uint8 [H, W], upright, and shrunk first: later steps take 40 bytes per pixel."""
     image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # so that a JPEG is not decoded in full
     grey = in_mode(image, "L")
-    low, high = grey.getextrema()
-    if low == high and image.has_transparency_data:
-        grey = in_mode(image, "L", paper="black")  # white strokes
     grey.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     return np.asarray(upright(grey, orientation_of(image)))
 

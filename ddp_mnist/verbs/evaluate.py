@@ -21,7 +21,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
+from ddp_mnist.data.batches import ImageData, Rows
 from ddp_mnist.errors import (
     CheckpointError,
     DataError,
@@ -100,7 +100,7 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         config = read_json(Path(run) / CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
-        found |= {"digest": config["digest"], "own_code": config.get("own_code")}
+        found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
     found["summary"] = read_if_whole(Path(run) / SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     found["metrics"] = metrics or found["metrics"]
@@ -114,23 +114,22 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    image_options = ImageOptions.of(config)
+    share = config["test_share"]  # as it was, however large the data set is now
+    options = dataclasses.replace(ImageOptions.of(config), test_size=share)
     if not flags.dataset:
-        images = cache.load(name, cache_dir, image_options)
+        images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
         fault = changed_since(flags.run, name, config["summary"], images)
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
-    known = cache.cached(flags.dataset, cache_dir, image_options)
-    grown = known and known.test_drawn and known.digest != config["digest"]
-    if known and not grown and known.image_format.shape == trained.image_format.shape:
+    known = cache.cached(flags.dataset, cache_dir, options)
+    is_split_alike = known and (share or not known.test_share)
+    if known and is_split_alike and known.image_format.shape == trained.image_format.shape:
         return _relabelled(known, trained, flags)
-    test_size, then = image_options.test_size, config["summary"].get("dataset", {})
-    of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
     channels, height, width = trained.image_format.shape
-    image_options = ImageOptions((height, width), channels == 1, test_size, True, of or None)
-    return _relabelled(cache.load(flags.dataset, cache_dir, image_options), trained, flags)
+    options = ImageOptions((height, width), channels == 1, share, for_evaluation=True)
+    return _relabelled(cache.load(flags.dataset, cache_dir, options), trained, flags)
 
 
 def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) -> ImageData:
@@ -138,31 +137,28 @@ def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) ->
 
     Raise UsageError if an image of the split has such a class.
     """
-    labels = [images.train_labels, images.test_labels]
     index_of = {name: index for index, name in enumerate(trained.classes)}
-    for label in labels[flags.split == "test"].unique().tolist():
+    counted = images.split("test" if flags.split == "test" else "train")
+    for label in counted.labels[counted.rows].unique().tolist():
         if images.classes[label] not in index_of:
-            fault = f"class {images.classes[label]} is not one of the run's"
+            fault = f"class {shown_name(images.classes[label])} is not one of the run's"
             fix = "rename it to one of them, or leave its images out"
-            known = joined(trained.classes, 100)
+            known = joined(map(shown_name, trained.classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
     of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
-    train, test = (of_run[each] for each in labels)
-    return dataclasses.replace(
-        images, classes=trained.classes, train_labels=train, test_labels=test
-    )
+    return dataclasses.replace(images, classes=trained.classes, labels=of_run[images.labels])
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     """Return the split's images and labels; the run held out `val_size` of the train images."""
-    there = len(images.train_labels)
+    there = len(images.rows["train"])
     if split == "test":
-        return train_val_test_split(images)[2]
+        return images.split("test")
     if val_size < there:
         images = images.hold_out(val_size)
-        if len(rows := train_val_test_split(images)[split == "validation"]):
+        if len(rows := images.split(split)):
             return rows
-        val_size = len(images.val_rows)
+        val_size = len(images.rows["validation"])
     held = f"{images.name} has {there:,} train images, and the run held {val_size:,} out"
     raise UsageError(f"--split {split}: {held}; use --split test")
 
@@ -175,23 +171,23 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     """
     if flags.split == "train":
         return
-    keys = (images.test_keys if flags.split == "test" else images.train_keys)[rows.rows.numpy()]
+    numbers = rows.rows.numpy()
     try:
         trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
     except (OSError, ValueError):
         unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
-        if images.test_drawn:
+        if images.test_share:
             fix = "give images that it has not seen, in test/CLASS/"
             raise DataError(f"{unknown}; {fix}") from None
         warn(unknown)
         return
-    if len(seen := np.flatnonzero(np.isin(keys, trained_on))):
+    if len(seen := numbers[np.isin(images.keys[numbers], trained_on)]):
         fix = "use --split test"
         if flags.split == "test":
-            files = images.files_of_test(seen[:MOST_NAMED].tolist()).values()
+            files = images.files_of(seen[:MOST_NAMED].tolist()).values()
             names = joined(map(printable, files), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"
-        those = f"{len(seen):,} of these {len(keys):,} {flags.split} images"
+        those = f"{len(seen):,} of these {len(numbers):,} {flags.split} images"
         fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"
         raise DataError(f"{fault}; {fix}, or choose other images")
 

@@ -94,9 +94,9 @@ class Prepare(Flags):
     dataset: str = flag("mnist", DATASET)
     image_size: str | None = flag(None, "Size to resize images to, as for train.")
     grey: bool = flag(False, "Convert colour images to grey.")
-    test_size: int | None = flag(None, "Images to hold out for testing, as for train.", least=1)
+    test_size: float | None = flag(None, "Images to hold out for the test, as for train.", above=0)
     cache_dir: str | None = flag(None, CACHE_DIR)
-    refresh: bool = flag(False, "Decode again even if cached; delete what other versions decoded.")
+    refresh: bool = flag(False, "Decode again even if cached.")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Doctor(Flags):
     )
     minutes: float = flag(0.0, "Burn-in: minutes to repeat collectives and training for.", least=0)
     dataset: str = flag("mnist", "Data set that should be available.")
-    test_size: int | None = flag(None, "Images to hold out for testing, as for train.", least=1)
+    test_size: float | None = flag(None, "Images to hold out for the test, as for train.", above=0)
     cache_dir: str | None = flag(None, CACHE_DIR)
     run_dir: str = flag("runs", "Folder in which runs will be written.")
     json: bool = flag(False, "Print one JSON object on stdout.")

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
 import torch
 
 from ddp_mnist.data import folders
-from ddp_mnist.data.decode import decode_image, open_image, reads_heif
+from ddp_mnist.data.decode import decode_image, open_image, why_unread
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import DataError, UsageError, printable, reason, shown_name
+from ddp_mnist.errors import DataError, UsageError, printable, shown_name
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, as_json, warn
 from ddp_mnist.run.folder import check_place, storage_errors
@@ -143,16 +142,15 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     try:
         if file.exists() and not file.is_file():  # reading a pipe may never end
             raise DataError("not a regular file; give one, or - and the image on stdin")
-        with open_image(sys.stdin.buffer.read() if file == STDIN else file) as opened:
+        content = sys.stdin.buffer.read() if file == STDIN else file
+        # Pillow warns even of faults that it can ignore, such as in the EXIF.
+        with warnings.catch_warnings(action="ignore"), open_image(content) as opened:
             image = as_mnist(opened) if digit_photos else opened
             return decode_image(image, image_format.shape)
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        unknown = isinstance(error, PIL.UnidentifiedImageError)
-        why = "of no format that Pillow knows" if unknown else reason(error)
-        heif = file.suffix.lower() in folders.HEIF and not reads_heif()
-        raise DataError(why + f"; {folders.HEIF_FIX}" * heif) from error
+        raise DataError(why_unread(str(file), error)) from error
 
 
 # --- The picture that --show writes

@@ -9,16 +9,14 @@ from ddp_mnist.verbs.flags import Prepare
 def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
     console = Console(True)
-    image_options = ImageOptions.of(vars(flags))
-    name, notes = cache.choose(flags.dataset, flags.cache_dir, image_options, console.print)
-    images = cache.prepare(
-        name, flags.cache_dir, image_options, refresh=flags.refresh, log=console.print
-    )
-    for note in [*notes, *images["warnings"], *images["careful"], *images["image_format"].notes]:
+    options = ImageOptions.of(vars(flags))
+    name, notes = cache.choose(flags.dataset, flags.cache_dir, options, console.print)
+    images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
+    for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:
         console.print(note)
-    train, test, classes = map(len, (images[f] for f in ("train_labels", "test_labels", "classes")))
+    train, test, classes = len(images.rows["train"]), len(images.rows["test"]), len(images.classes)
     console.print(
-        f"{images['name']}: {train:,} train and {test:,} test images of {classes} classes in"
+        f"{images.name}: {train:,} train and {test:,} test images of {classes} classes in"
         f" {cache.cache_folder(flags.cache_dir)}"
     )
-    console.print(f"digest {images['digest']}")
+    console.print(f"digest {images.digest}")

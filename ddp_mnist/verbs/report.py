@@ -135,16 +135,17 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         run.no_mistakes = f"They cannot be shown: {change}."
         return change
     run.no_mistakes = "There are none."
-    batches = images.test_images.split(eval_batch_size(images.test_images))
-    probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
+    test = images.split("test")
+    batches = torch.arange(len(test)).split(eval_batch_size(images.images))
+    probabilities = torch.cat([trained.model(test.take(rows)[0]).softmax(1) for rows in batches])
     certainty, guesses = probabilities.max(1)
-    labels = images.test_labels
+    labels = images.labels[test.rows]
     if len(trained.classes) >= TOP_FROM:
         is_among = (probabilities.topk(TOP).indices == labels[:, None]).any(1)
         run.top_accuracy = is_among.double().mean().item()
     certain_first = certainty.argsort(descending=True, stable=True)
     shown = certain_first[(guesses != labels)[certain_first]][:MOST_WRONG].tolist()
-    named = places_of(shown, images, dataset)
+    named = places_of(shown, images)
     run.mistakes = [
         {
             "place": named[row],
@@ -152,19 +153,20 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
             "label_probability": float(probabilities[row, label]),
             "guess": trained.classes[guesses[row]],
             "guess_probability": float(certainty[row]),
-            "png": as_data_uri(images.test_images[row]),
+            "png": as_data_uri(images.images[test.rows[row]]),
         }
         for row in shown
     ]
     return ""
 
 
-def places_of(rows: Sequence[int], images: ImageData, dataset: str) -> dict[int, str]:
-    """Return, for each row of the test split, its file in the folder, or its place elsewhere."""
-    files = images.files_of_test(rows)
-    has_rows = find_source(dataset).kind in ("folder", "hub") and not images.test_drawn
-    other = "row {} of split test" if has_rows else "test image {}"
-    return {row: printable(files.get(row) or other.format(row)) for row in rows}
+def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
+    """Return, for each row of the test split, its file in the folder, or its number."""
+    files = images.files_of(numbers := images.rows["test"][[*rows]].tolist())
+    places = (
+        files.get(number, f"test image {row}") for row, number in zip(rows, numbers, strict=True)
+    )
+    return dict(zip(rows, map(printable, places), strict=True))
 
 
 def as_data_uri(image: torch.Tensor) -> str:

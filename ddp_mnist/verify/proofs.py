@@ -114,7 +114,7 @@ def config_of(flags: Verify) -> TrainConfig:
     Raise UsageError for a net or a loss that cannot be found from here: the processes run in a
     separate folder, but find what this one finds.
     """
-    rows = len(cache.load(flags.dataset).train_labels)
+    rows = len(cache.load(flags.dataset).rows["train"])
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
     typed = {"model": flags.model, "loss": flags.loss, "inject": flags.inject}
     changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
@@ -183,7 +183,8 @@ def who_took_what(run: Watched) -> Iterator[str]:
 
     Augmented images are shown by a digest of their pixels.
     """
-    train_images = cache.load(run.config.run.dataset).train_images
+    data = cache.load(run.config.run.dataset)
+    train_images = data.images[data.rows["train"]]
     places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
     for rank, seen in enumerate(run.ranks):
         images = seen.images[0]
@@ -259,14 +260,15 @@ def count_shards(run: str, dataset: str, fault: str | None) -> tuple[list[Any], 
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
             count_padding(world.accelerator, world.store)
-        guesses = [net(image[None]).argmax() for image in images.test_images[: max(SHARDS)[0]]]
+        test = torch.from_numpy(images.rows["test"])
+        guesses = [net(image[None]).argmax() for image in images.images[test[: max(SHARDS)[0]]]]
         for count_of_rows, per_process in SHARDS:
-            rows = Rows(images.test_images[:count_of_rows], images.test_labels[:count_of_rows])
+            rows = Rows(images.images, images.labels, test[:count_of_rows])
             loader = make_eval_loader(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
             together.append(metrics.confusion)
             matrix = torch.zeros_like(torch.tensor(metrics.confusion))
-            for label, guess in zip(rows.labels, guesses, strict=False):
+            for label, guess in zip(rows.labels[rows.rows], guesses, strict=False):
                 matrix[label, guess] += 1
             by_hand.append(matrix.tolist())
     return together, by_hand

@@ -1,0 +1,218 @@
+"""Tables of images and labels, read by the library `datasets`: of the Hub, or in a folder.
+
+Heavy libraries are imported where they are used, because a cached run needs none of them.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_labels
+from ddp_mnist.errors import DataError, blame, causes, joined, reason
+from ddp_mnist.system.deadline import with_deadline
+
+HUB_TIMEOUT_S = 5.0
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")  # their values hold passwords
+OFFLINE_FIX = (
+    "set HF_ENDPOINT to a mirror of the Hub that answers, run ddp-mnist prepare where there is a"
+    " network and copy the cache folder, give a folder (--dataset PATH), or train on the built-in"
+    " digits (--dataset digits)"
+)
+FOLDER_FIX = (
+    "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"
+)
+NAMES = {
+    "image": ("image", "images", "img", "pixels", "pixel_values"),
+    "label": ("label", "labels"),
+}
+
+
+def list_hub(hub_id: str, where: str, options: ImageOptions) -> Listing:
+    """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
+
+    One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
+    """
+    import datasets
+
+    typed, fix = where, ""
+    if why := why_out_of_reach(hub_id):
+        typed = f"{where}: is not in the cache, and the Hub cannot be reached ({why})"
+        fix = OFFLINE_FIX
+    with quiet_library(offline=bool(why)), blame(typed, DataError, fix):
+        table = datasets.load_dataset(hub_id)
+    return list_table(table, where, options)
+
+
+def why_out_of_reach(hub_id: str) -> str:
+    """Return why the Hub is out of reach, or "". Raise DataError if it lacks the data set."""
+    import huggingface_hub.constants
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    hub = huggingface_hub.HfApi()
+    try:
+        # A request's time-out does not cover a name server that does not answer.
+        with_deadline(lambda: hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S), HUB_TIMEOUT_S)
+    except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
+            fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
+            fix = "check the id, or log in (hf auth login) if it is private"
+            raise DataError(f"{fault}; {fix}") from error
+        by = next((f" through {name}" for name in PROXIES if os.environ.get(name)), "")
+        return reason([*causes(error)][-1]) + by  # libraries wrap the system's error
+    return ""
+
+
+def list_tables(folder: str, where: str, options: ImageOptions) -> Listing:
+    """Return a data set that the library saved in a folder, or finds there as tables."""
+    import datasets
+
+    with quiet_library(offline=True), blame(where, DataError, FOLDER_FIX):
+        if is_saved(folder):
+            return list_table(datasets.load_from_disk(folder), where, options, folder)
+        if pattern := re.search(r"[][*?]", folder):
+            fault = f"has {pattern[0]} in its path, which would be a pattern here"
+            raise DataError(f"{where}: {fault}; rename it")
+        if len(names := datasets.get_dataset_config_names(folder)) > 1:
+            fix = "save the one that you want by save_to_disk of `datasets`, and give that folder"
+            raise DataError(f"{where}: has several configurations: {joined(names, 80)}; {fix}")
+        # The library's Arrow copy is only needed until the images are decoded. It is mapped, not
+        # read: a file that was removed exists as long as it is mapped.
+        with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
+            table = read_tables(folder, place)
+    return list_table(table, where, options, folder)
+
+
+def is_saved(folder: str) -> bool:
+    """Return whether `save_to_disk` wrote the folder."""
+    return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def read_tables(folder: str, scratch: str) -> Any:
+    """Return the tables that `load_dataset` finds in a folder."""
+    import datasets
+    import pyarrow as pa
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    builder = datasets.load_dataset_builder(folder, cache_dir=scratch)
+    if hasattr(builder.config, "fragment_scan_options"):  # of parquet
+        # otherwise pyarrow keeps in memory all that it has read of a file
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+        builder.config.batch_size = 100
+    # A card may count rows that are gone; the rows that are there are counted here.
+    builder.download_and_prepare(verification_mode="no_checks")
+    pa.default_memory_pool().release_unused()
+    return builder.as_dataset()
+
+
+def list_table(
+    dataset: Any, where: str, options: ImageOptions, folder: str | None = None
+) -> Listing:
+    """Return a table's images and labels. Raise DataError, which names column and row."""
+    named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
+    splits, notes = choose_splits(named, where, options)
+    if options.for_evaluation and not len(splits.get("train", "none")):
+        del splits["train"]
+    first, last = next(iter(splits.values())), [*splits.values()][-1]
+    image_column, label_column, unused = find_columns(first, where)
+    for column in (image_column, label_column):
+        # Splits that were saved one by one may differ: label 3 may be another class in test.
+        if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
+            fault = f"{where}: column {column} is {kind} in train and {other} in test"
+            raise DataError(f"{fault}; give both the same type and the same names")
+    labels = dict[str, list[Any]]()
+    for split, rows in splits.items():
+        if len(rows) == 0:
+            raise DataError(f"{where}: split {split} has no rows; check its files")
+        labels[split] = rows.with_format("arrow")[:].column(label_column).to_pylist()
+    names = getattr(first.features[label_column], "names", [])  # of a ClassLabel
+    numbers, classes = number_labels(labels, where, names)
+    cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
+    return Listing(where, cells, numbers, classes, notes + unused, image_column)
+
+
+def find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
+    """Return the names of the image column and of the label column, and notes on unused ones.
+
+    If several qualify, the first in the order of NAMES is used, else the first in the table.
+    """
+    from datasets import ClassLabel, Image
+
+    found: dict[str, list[str]] = {"image": [], "label": []}
+    for name, kind in rows.features.items():
+        # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
+        # have their files' bytes, or their paths.
+        is_plain = getattr(kind, "dtype", "") in (
+            "binary",
+            "large_binary",
+            "string",
+            "large_string",
+        )
+        is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
+        if is_image or (is_plain and name in NAMES["image"]):
+            found["image"].append(name)
+        if isinstance(kind, ClassLabel) or name in NAMES["label"]:
+            found["label"].append(name)
+    notes = []
+    for what, columns in found.items():
+        if not columns:
+            among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
+            raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
+        columns.sort(key=lambda name: [*NAMES[what], name].index(name))
+        if others := ", ".join(columns[1:]):
+            notes.append(f"{what}s are those of column {columns[0]}; not used: {others}")
+    return found["image"][0], found["label"][0], notes
+
+
+@dataclass
+class Cells:
+    """A column of images: for each row the bytes of its file, or else its path."""
+
+    rows: Any
+    column: str
+    folder: str | None  # in which the table lies, and paths begin
+
+    def __iter__(self) -> Iterator[Cell]:
+        from datasets import Image
+
+        rows = self.rows
+        if isinstance(rows.features[self.column], Image):
+            rows = rows.cast_column(self.column, Image(decode=False))
+        # more photos of several megabytes would fill the memory
+        for batch in rows.select_columns([self.column]).with_format(None).iter(batch_size=100):
+            for cell in batch[self.column]:
+                content = cell["bytes"] or cell.get("path") if isinstance(cell, dict) else cell
+                if isinstance(content, str) and self.folder:
+                    content = str(Path(self.folder, content))
+                yield content or None
+
+
+@contextlib.contextmanager
+def quiet_library(offline: bool) -> Iterator[None]:
+    """Keep `datasets` in the block quiet and, if `offline`, off the network."""
+    import datasets
+    import huggingface_hub
+
+    libraries, silent = (datasets, huggingface_hub), datasets.are_progress_bars_disabled()
+    levels = [library.logging.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.logging.set_verbosity(library.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    ours, theirs = datasets.config, huggingface_hub.constants
+    before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
+    if offline:  # as HF_HUB_OFFLINE=1, which they read only at import
+        ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
+        for library, level in zip(libraries, levels, strict=True):
+            library.logging.set_verbosity(level)
+        if not silent:
+            datasets.enable_progress_bars()
