@@ -36,7 +36,9 @@ def test_names_are_shown_whole_everywhere(
         for number, name in enumerate(names):
             (folder := tmp_path / "own" / split / name).mkdir(parents=True)
             for image in range(images):
-                PIL.Image.new("L", (8, 8), 2 * number).save(folder / f"{image}.png")
+                drawn = PIL.Image.new("L", (8, 8), 2 * number)
+                drawn.putpixel((0, 0), 255)
+                drawn.save(folder / f"{image}.png")
     config = proof_config(model="mlp", epochs=1, batch_size=100, val_size=100)
     config = with_flags(config, dataset=str(tmp_path / "own"), mixed_precision="no")
     run_world(1, just_train, config, folder=tmp_path)

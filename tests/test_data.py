@@ -61,7 +61,7 @@ def cached_folder(cache: Path) -> Path:
 
 
 def built_again(name: str) -> list[str]:
-    return [f"the files of {name} have changed, so it was read again"]
+    return [f"the cache of {name} was out of date, so it was read again"]
 
 
 def same(a: ImageData, b: ImageData) -> bool:
@@ -176,7 +176,7 @@ def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
     """Also of one that versions before this one wrote beside it."""
     before = load(folder, cache)
     mine = cached_folder(cache)
-    (cache / f"{mine.name}-01234567").mkdir()
+    (cache / f"{mine.name[:-8]}01234567-89abcdef").mkdir()
     monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
     again = load(folder, cache)
     assert same(before, again) and again.warnings == built_again(folder.name)
@@ -195,9 +195,9 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     for name in ("mnist", "digits", "/nowhere"):
         assert choose(name, str(cache)) == (name, [])
     assert not cache.exists()
-    loaded = Mock(return_value=Mock(warnings=["it was built again"]))
+    loaded = Mock()
     monkeypatch.setattr("ddp_mnist.data.cache.load", loaded)
-    assert choose("auto", str(cache)) == ("mnist", ["it was built again"])
+    assert choose("auto", str(cache)) == ("mnist", [])
     loaded.side_effect = DataError("no data; do this; or that")
     name, [why, _] = choose("auto", str(cache))
     assert (name, why) == ("digits", "MNIST is not available: no data")

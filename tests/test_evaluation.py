@@ -169,7 +169,7 @@ def table_of(
 ) -> list[str]:
     """Return its lines, for a data set and its classes."""
     counted: dict[str, Any] = {"split": "test", "count": 1234, "accuracy": 0.75, "loss": 0.5}
-    counted |= {"loss_function": "cross_entropy", "scores": {"f1": 0.25}}
+    counted |= {"loss_function": "cross_entropy", "scores": {"f1": 0.25}, "notes": []}
     of_classes = {"class_accuracy": accuracies, "confusion": confusion}
     data_set = {"dataset": {"name": data}, "classes": names, "inject": None}
     return evaluate.metrics_table(counted | data_set | of_classes).splitlines()

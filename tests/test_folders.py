@@ -91,7 +91,8 @@ def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Pa
 
 def test_metadata_of_one_split_alone_is_refused(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *split_up())
-    describe(own / "train" / "metadata.jsonl", ["cat/0.png"])
+    names = [f"{['cat', 'dog'][n % 2]}/{n}.png" for n in range(8)]
+    describe(own / "train" / "metadata.jsonl", names)
     line = f"^--dataset {own}: no metadata file describes the images of test; add one, or move"
     with pytest.raises(DataError, match=line):
         load(own)

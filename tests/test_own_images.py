@@ -297,13 +297,19 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
     assert f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999" in ended.err
 
 
+def test_a_size_of_the_test_beside_a_test_split_is_refused(typed: Typed) -> None:
+    ended = typed("train", "--dataset", "digits", "--test-size", "0.3", "--dry-run")
+    line = "--test-size 0.3: --dataset digits already has a test split; remove --test-size (code 2)"
+    assert ended.error_lines == [f"ddp-mnist: error: {line}"]
+
+
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
     (own / "test").rename(tmp_path / "elsewhere")
     images = load(own)
     count = len(images.rows["test"])
     [note] = images.image_format.notes
-    assert note.startswith(f"{count} of 100 images are held out for the test (--test")
+    assert note.startswith(f"{count} of 100 images are held out for the test, by a hash")
     assert 14 <= count <= 26
     reds = [
         set(split[:, 0, 5, 15].tolist())

@@ -219,8 +219,6 @@ def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> Non
         middle = (0, 4.2, 28, 23.8)  # as much of the height as has 14 to 20
         expected = image.resize((20, 14), PIL.Image.Resampling.BILINEAR, middle)
         assert np.array_equal(of(small, split).images[3, 0], np.asarray(expected))
-    with pytest.raises(UsageError, match=r"^--test-size 3: --dataset .+ already has a test spl"):
-        read(place, ImageOptions(test_size=3))
 
 
 # --- Faults: how a good folder is spoilt, and words that the error has to have

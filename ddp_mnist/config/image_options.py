@@ -14,7 +14,8 @@ class ImageOptions:
 
     size: tuple[int, int] | None = None  # height and width of all images
     grey: bool = False
-    # The share of images, or their number, to hold out if there is no test split; None: a fifth.
+    # The share of images, or their number, to hold out if there is no test split; None: a fifth,
+    # 0: none, as all are for the test.
     test_size: float | None = None
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False

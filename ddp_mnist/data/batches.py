@@ -37,7 +37,7 @@ class ImageData:
     keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
-    test_share: float | None = None  # of all, if drawn from train for want of a test split
+    test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
 
@@ -47,10 +47,7 @@ class ImageData:
         Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
         # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
-        too_large = device.type == "cpu" or (
-            self.images.nbytes > torch.cuda.mem_get_info(device)[0] / 2
-        )
-        if too_large:
+        if device.type == "cpu" or self.images.nbytes > torch.cuda.mem_get_info(device)[0] / 2:
             return self
         images, labels = self.images.to(device), self.labels.to(device)
         return dataclasses.replace(self, images=images, labels=labels)

@@ -3,7 +3,6 @@
 `load` maps them, and chooses the rows to train and to test on.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -45,21 +44,20 @@ def cache_folder(cache_dir: str | None) -> Path:
 def choose(
     dataset: str, cache_dir: str | None, options: ImageOptions = AS_THEY_ARE, log: Log = None
 ) -> tuple[str, list[str]]:
-    """Return the data set to load, and warnings about the choice but for those of `load`.
+    """Return the data set to load, and warnings about the choice.
 
     `auto` is mnist if it is available, else digits. Any other name is used as given.
     """
     if dataset != "auto":
         return dataset, []
     try:
-        warnings = load("mnist", cache_dir, options, log=log).warnings
+        load("mnist", cache_dir, options, log=log)
+        return "mnist", []
     except DataError as error:
         return "digits", [
             f"MNIST is not available: {str(error).partition(';')[0]}",
             "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
         ]
-    said_by_load = find_source("mnist").warnings
-    return "mnist", [each for each in warnings if each not in said_by_load]
 
 
 def load(
@@ -79,27 +77,27 @@ def load(
     Raise UsageError or DataError if the data set does not exist or cannot be read, or if no test
     split can be drawn; StorageError if the cache folder cannot be written.
     """
-    source = find_source(dataset)
+    source, replaced = find_source(dataset), False
     path = _path(source, cache_dir, options)
-    if not refresh and (found := _open(path, source)):
-        return _with_splits(found, path, source, options)
-    folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with take(folder / f"{path.name}.lock", wait=True):
-            # Another process may have built it while this one waited for the lock.
-            if not refresh and (found := _open(path, source)):
-                return _with_splits(found, path, source, options)
-            replaced = path.exists() and not refresh
-            _build(path, source, options, log)
-            if not (found := _open(path, source)):
+    if refresh or not (found := _open(path, source)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with take(path.with_name(f"{path.name}.lock"), wait=True):
+                # Another process may have built it while this one waited for the lock.
+                if refresh or not (found := _open(path, source)):
+                    replaced = path.exists() and not refresh
+                    _build(path, source, options, log)
+                    found = _open(path, source)
+            if not found:
                 raise OSError(f"{path.name} cannot be read back")
-    except OSError as error:
-        why = f"the cache cannot be written ({reason(error)})"
-        raise StorageError(f"{folder}: {why}; {MOVE}") from error
+        except OSError as error:
+            why = f"the cache cannot be written ({reason(error)})"
+            raise StorageError(f"{path.parent}: {why}; {MOVE}") from error
     if replaced:
-        found["warnings"].append(f"the files of {source.name} have changed, so it was read again")
-    return _with_splits(found, path, source, options)
+        found["warnings"].append(
+            f"the cache of {source.name} was out of date, so it was read again"
+        )
+    return _with_splits(found, source, options)
 
 
 def cached(
@@ -107,9 +105,8 @@ def cached(
 ) -> ImageData | None:
     """Return the data set if it is in the cache. Raises as `find_source` does."""
     source = find_source(dataset)
-    path = _path(source, cache_dir, options)
-    found = _open(path, source)
-    return _with_splits(found, path, source, options) if found else None
+    found = _open(_path(source, cache_dir, options), source)
+    return _with_splits(found, source, options) if found else None
 
 
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
@@ -165,8 +162,8 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         for file in temporary.iterdir():  # a power cut must leave no zeros under the final name
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        for old in path.parent.glob(f"{path.name}-*"):  # as versions before this one named it
-            shutil.rmtree(old)
+        for old in path.parent.glob(f"{path.name[:-HASH]}{'?' * HASH}-{'?' * HASH}"):
+            shutil.rmtree(old)  # as versions before this one named it
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
@@ -174,35 +171,27 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _with_splits(
-    found: dict[str, Any], path: Path, source: Source, options: ImageOptions
-) -> ImageData:
+def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
     where, sums, rows = f"--dataset {source.typed}", found.pop("sums"), rows_of(found.pop("part"))
     keys, labels = found["keys"], found["labels"]
-    share = None
-    if "test" in rows:
-        if options.test_size and not options.for_evaluation:
-            fault = f"--test-size {options.test_size:g}: {where} already has a test split"
-            raise UsageError(f"{fault}; remove --test-size")
-    elif options.for_evaluation and not options.test_size:
-        rows["test"] = rows.pop("train")
-        found["notes"].append("there is no test split, so all images are evaluated")
-    else:
-        train, share = (
-            rows["train"],
-            _test_share(path, options.test_size, len(rows["train"]), where),
-        )
+    share: float | None = None
+    if "test" not in rows and options.test_size == 0:
+        rows["test"], share = rows.pop("train"), 0.0
+        found["notes"].append("there is no test split, so all images count")
+    elif "test" not in rows:
+        train = rows["train"]
+        share = _test_share(options.test_size, len(train), where)
         held = train[held_out.draw_by_share(keys[train], labels[train], share)]
         if not held.size:
-            problem = "each class has only one image (copies count as one); add more to train"
-            raise UsageError(f"--test-size {share:g}: {problem}")
+            fault = "no image can be held out for the test, as each class has only one"
+            raise DataError(f"{where}: {fault} (copies count as one); add more")
         rows = {"train": np.setdiff1d(train, held), "test": held}
         found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
         found["notes"].insert(
             0,
-            f"{len(held):,} of {len(train):,} images are held out for the test (--test-size"
-            f" {share:.2g}), each by a hash of its pixels, so it stays there as the folder grows",
+            f"{len(held):,} of {len(train):,} images are held out for the test, by a hash of their"
+            f" pixels: with --test-size {share:.3g} each stays there as the folder grows",
         )
         if without := sorted({*labels[train].tolist()} - {*labels[held].tolist()}):
             shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
@@ -216,22 +205,14 @@ def _with_splits(
     return ImageData(**found, rows=rows, test_share=share)
 
 
-def _test_share(path: Path, asked: float | None, rows: int, where: str) -> float:
+def _test_share(asked: float | None, rows: int, where: str) -> float:
     """Return the share of images to hold out, if `asked` is a share, a number or None: a fifth.
 
-    The share that a number was at first is kept beside the cache, so that it stays as the data set
-    grows. Raise UsageError if there are not so many images.
+    Raise UsageError if there are not so many images.
     """
     if asked is None or asked < 1:
         return asked or FIFTH
     if asked >= rows:
-        fix = f"give at most {rows - 1}, e.g. {max(1, rows // 5)}, or a share such as {FIFTH}"
+        fix = f"give fewer, or a share such as {FIFTH}"
         raise UsageError(f"--test-size {asked:g}: {where} has {rows:,} images; {fix}")
-    file, temporary = (path.with_name(f"{path.name}.{end}") for end in ("shares", f"{os.getpid()}"))
-    known = dict(json.loads(file.read_text())) if file.exists() else {}
-    if f"{asked:g}" not in known:
-        known[f"{asked:g}"] = asked / rows
-        with contextlib.suppress(OSError):  # the cache of another user
-            temporary.write_text(json.dumps(known))
-            temporary.replace(file)
-    return float(known[f"{asked:g}"])
+    return asked / rows

@@ -30,6 +30,9 @@ from ddp_mnist.data.listing import SPLITS, Listing
 from ddp_mnist.errors import DataError, first_of, printable
 from ddp_mnist.system.limits import cores
 
+Array = np.ndarray
+Rows = dict[str, Array]  # by split
+
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
 # torchvision's weights, or less for a small data set, which then trains faster and just as well.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
@@ -45,12 +48,12 @@ def decode_all(
     folder: Path,
     list_of_broken: Path,
     tell: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    These are labels, int64 [N], keys, uint64 [N] (see held_out.py), the part, int8 [N] (0 for train,
-    1 for test, -1 for what cannot be read), and sums of each image's values and of their squares,
-    uint64 [N, C, 2]. `tell` is called with a line when decoding begins.
+    These are labels, int64 [N], keys, uint64 [N] (see held_out.py), the part, int8 [N] (0: train,
+    1: test, -1: cannot be read), and sums of each image's values and of their squares, uint64
+    [N, C, 2]. `tell` is called with a line when decoding begins.
     Raise DataError, which names all images that cannot be read, if more than a few cannot, and
     OSError if the disk has no room.
     """
@@ -60,7 +63,7 @@ def decode_all(
     images = allocate(folder / "images.npy", len(listing), shape, tell)
     keys, clear = np.zeros(len(listing), np.uint64), 0
 
-    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, int, bool]:
+    def decode(image: PIL.Image.Image) -> tuple[Array, int, bool]:
         pixels = decode_image(image, shape)
         return pixels, key_of(stored_pixels(image)), has_transparent_pixels(image)
 
@@ -78,10 +81,13 @@ def decode_all(
     part = np.concatenate(parts).astype(np.int8)
     part[[*listing.broken]] = -1
     rows = rows_of(part)
+    if unread := listing.labels.keys() - rows.keys():
+        raise DataError(
+            f"{listing.where}: no image of split {unread.pop()} can be read; replace them"
+        )
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    careful = [*copies(rows, keys, labels, listing), *blank(rows, labels, is_plain, listing)]
     is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not converted
     about = {
         "classes": listing.classes,
@@ -93,12 +99,12 @@ def decode_all(
         },
         "digest": digest_of(images, labels, rows, listing.classes),
         "notes": [*listing.notes, *broken, *converted],
-        "careful": careful,
+        "careful": warnings_about(listing, rows, keys, labels, is_plain),
     }
     return about, {"labels": labels, "keys": keys, "part": part, "sums": sums}
 
 
-def rows_of(part: np.ndarray) -> dict[str, np.ndarray]:
+def rows_of(part: Array) -> Rows:
     """Return the rows of each split that has any, for the part of each image, see `decode_all`."""
     rows = {split: np.flatnonzero(part == number) for number, split in enumerate(SPLITS)}
     return {split: found for split, found in rows.items() if found.size}
@@ -149,7 +155,7 @@ def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:
     return round(height * most / side), round(width * most / side)
 
 
-def allocate(file: Path, count: int, shape: Shape, tell: Callable[[str], None]) -> np.ndarray:
+def allocate(file: Path, count: int, shape: Shape, tell: Callable[[str], None]) -> Array:
     """Return a new file of uint8 [count, *shape], mapped. Raise OSError without room for it.
 
     If blocks were missing, a write to the mapped file would end the process by SIGBUS, without a
@@ -201,9 +207,7 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
 # --- What the pixels show
 
 
-def facts_of_pixels(
-    images: np.ndarray, rows: dict[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, bool]:
+def facts_of_pixels(images: Array, rows: Rows) -> tuple[Array, Array, bool]:
     """Return the sums of `decode_all`, whether each image is of one colour, and whether all are
     bright strokes on black, see `borders_of`.
     """
@@ -221,9 +225,7 @@ def facts_of_pixels(
     return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
 
 
-def digest_of(
-    images: np.ndarray, labels: np.ndarray, rows: dict[str, np.ndarray], classes: list[str]
-) -> str:
+def digest_of(images: Array, labels: Array, rows: Rows, classes: list[str]) -> str:
     """Return the SHA-256 of pixels, labels and class names, by which runs recognise a data set."""
     digest = hashlib.sha256(json.dumps(classes).encode())
     for split, these in rows.items():
@@ -235,39 +237,35 @@ def digest_of(
     return digest.hexdigest()
 
 
-def copies(
-    rows: dict[str, np.ndarray], keys: np.ndarray, labels: np.ndarray, listing: Listing
+def warnings_about(
+    listing: Listing, rows: Rows, keys: Array, labels: Array, is_plain: Array
 ) -> list[str]:
-    """Return what may spoil a result: test images that are in train, images in two classes."""
-    careful, (train, test) = list[str](), (rows.get(s, np.arange(0)) for s in ("train", "test"))
+    """Return what may spoil a result.
+
+    It is test images that are in train, images in two classes, and classes of a single colour.
+    """
+    found, every = list[str](), np.concatenate([*rows.values()])
+    train, test = (rows.get(split, np.arange(0)) for split in SPLITS)
     if (seen := test[np.isin(keys[test], keys[train])]).size:
         those = f"{len(seen):,} of {len(test):,} test images are in train too"
-        careful.append(f"{those}{named(listing, seen)}: take them out of one")
-    every = np.concatenate([*rows.values()])
+        found.append(f"{those}{as_in(listing, seen)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
     if (twice := order[1:][same]).size:
-        those = f"{len(twice):,} images lie in two classes"
-        careful.append(f"{those}{named(listing, twice)}: decide on one")
-    return careful
-
-
-def blank(
-    rows: dict[str, np.ndarray], labels: np.ndarray, is_plain: np.ndarray, listing: Listing
-) -> list[str]:
-    """Return a line if most images of a class show a single colour."""
-    every = np.concatenate([*rows.values()])
-    of_class, plain = (
-        np.bincount(labels[these], minlength=len(listing.classes))
-        for these in (every, every[is_plain[every]])
+        found.append(
+            f"{len(twice):,} images lie in two classes{as_in(listing, twice)}: decide on one"
+        )
+    plain = every[is_plain[every]]
+    of_class, of_plain = (
+        np.bincount(labels[each], minlength=len(listing.classes)) for each in (every, plain)
     )
-    if not (plain > of_class / 2).any():
-        return []
-    total = f"{plain.sum():,} of {len(every):,} images"
-    return [f"{total} show a single colour{named(listing, every[is_plain[every]])}: look at them"]
+    if (of_plain > of_class / 2).any():
+        those = f"{len(plain):,} of {len(every):,} images show a single colour"
+        found.append(f"{those}{as_in(listing, plain)}: look at them")
+    return found
 
 
-def named(listing: Listing, numbers: np.ndarray) -> str:
+def as_in(listing: Listing, numbers: Array) -> str:
     """Return the first file of these images, as part of a sentence; "" if they have none."""
     file = listing.files.get(int(numbers[0]), "")
     return f", as {printable(file.removeprefix(f'{Path.cwd()}/'))}" if file else ""

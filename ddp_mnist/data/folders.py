@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import HEIF, HEIF_FIX, image_endings, is_heif
 from ddp_mnist.data.listing import Listing, choose_splits, number_labels
-from ddp_mnist.errors import DataError, blame, first_of, printable, shown_name
+from ddp_mnist.errors import DataError, blame, first_of, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them; also Train, TrainSet and the like.
@@ -32,9 +32,9 @@ EXACT = {word for words in SPLIT_WORDS.values() for word in words}
 LABELS = ("label", "labels")  # names of the column
 BESIDE_IMAGES = (  # files that are clearly not images
     *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
-    *(".parquet", ".tsv", ".txt", ".xml", ".zip"),
+    *(".parquet", ".tsv", ".txt", ".xml"),
 )
-JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*|\.DS_Store)(/|$)")  # what systems leave
+JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*)(/|$)")  # what systems leave
 HIDDEN = re.compile(r"(^|/)\.")
 OF_CLASS = "put each image into the folder of its class, of two or more"
 
@@ -48,7 +48,7 @@ def paths_in(folder: Path) -> list[Path]:
     def is_run(path: Path) -> bool:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
-    every = sorted(folder.rglob("*"))  # follows no link
+    every = sorted(walk(folder))
     found = [path for path in every if not HIDDEN.search(str(path.relative_to(folder)))]
     runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
     for link in found:
@@ -58,6 +58,16 @@ def paths_in(folder: Path) -> list[Path]:
     outside = [path for path in found if not runs or runs.isdisjoint((path, *path.parents))]
     names = (path.relative_to(folder) for path in outside)
     return [path for path in names if not JUNK.search(str(path))]
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield what lies in a folder and its subfolders, following no link. Raise OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=fail):
+        yield from (Path(place, name) for name in (*folders, *files))
 
 
 def is_metadata(file: Path) -> bool:
@@ -94,20 +104,19 @@ def find_images(
 
 
 def list_folder(
-    where: str,
-    folder: str,
-    paths: list[Path],
-    there: list[Path],
-    notes: list[str],
-    options: ImageOptions,
-) -> Listing:
-    """Return the images of a folder, by split and class, and notes on all that are left out.
-
-    `there` and `notes` are what `find_images` found among the `paths`.
+    where: str, folder: str, paths: list[Path], options: ImageOptions
+) -> Listing | None:
+    """Return the images of a folder, by split and class, with notes on all that are left out.
 
     The topmost folder that is named like a split decides; or else the names of the files, if all of
-    them have such a word. Raise DataError if the class of an image is not clear.
+    them have such a word. Return None if there are no images. Raise DataError if the class of an
+    image is not clear.
     """
+    there, notes = find_images(where, folder, paths)
+    if not there and notes:
+        raise DataError("; ".join([f"{where}: holds no image that can be read", *notes]))
+    if not there:
+        return None
     labels, unused = read_metadata(where, folder, [*filter(is_metadata, paths)])
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for path in map(str, (folder, *images)):
@@ -115,36 +124,35 @@ def list_folder(
             raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
     split_of = split_by_folders(images, has_labels=bool(labels))
     part_of = dict[Path, tuple[str, int]]()
-    if not split_of and not options.test_size:
+    if not split_of:
         split_of = split_by_files(images)
     for image in images:
         place = split_of.get(image) if split_of else ("train", -1)
         if place and (not labels or image in labels):
             part_of[image] = place
     left_out = [image for image in images if image not in part_of]
-    if len(left_out) > len(part_of) and not labels:
-        few = f"{len(left_out):,} of {len(images):,} images are in no split, as {left_out[0]}, but"
-        fix = "rename that, or put images into train/CLASS/ and test/CLASS/"
-        raise DataError(f"{where}: {few} {next(iter(part_of))} is; {fix}")
-    found: dict[str, list[Path]] = {}
-    for split in SPLIT_WORDS:
-        if of_split := [image for image, (its, _) in part_of.items() if its == split]:
-            found[split] = of_split
+    if len(left_out) > len(part_of):
+        no, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
+        if labels:
+            no, fix = "metadata file", "add them, or move the file if the folders are the classes"
+        few = f"{len(left_out):,} of {len(images):,} images are in no {no}, as {left_out[0]}, but"
+        raise DataError(f"{where}: {few} {next(iter(part_of), 'none')} is; {fix}")
+    if unnamed := [image for image in part_of if labels and labels[image] in (None, "")]:
+        raise DataError(f"{where}: {unnamed[0]} has no label in its metadata file; add it")
+    of = {
+        split: [image for image in part_of if part_of[image][0] == split] for split in SPLIT_WORDS
+    }
+    found = {split: each for split, each in of.items() if each}
     if undescribed := sorted({split for split, _ in split_of.values()} - found.keys()):
         fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, where, options)
-    if not labels:
-        labels = {}
-        for of_split in splits.values():
-            labels |= classes_of(where, of_split, part_of)
+    for each in splits.values() if not labels else ():
+        labels |= classes_of(where, each, part_of)
     numbers, classes = number_labels(
-        {split: [labels[image] for image in each] for split, each in splits.items()}, where
+        {split: [labels[image] for image in each] for split, each in splits.items()}, where, "label"
     )
-    if len(classes) == 1 and not options.for_evaluation:
-        [name] = map(shown_name, classes)
-        raise DataError("; ".join([f"{where}: there is only one class, {name}", *unused, OF_CLASS]))
-    every = (path.relative_to(folder) for path in Path(folder).rglob("*"))
+    every = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
     hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
     left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
     if left_out:
@@ -160,7 +168,7 @@ def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, tuple[s
     Classes like cat/1.png may be named anything but exactly like a split.
     """
     tops = {image.parts[0].lower() for image in images}
-    if not has_labels and all(len(each.parts) == 2 for each in images) and tops.isdisjoint(EXACT):
+    if not has_labels and all(len(each.parts) <= 2 for each in images) and tops.isdisjoint(EXACT):
         return {}
     found = {}
     for image in images:
@@ -207,13 +215,17 @@ def read_metadata(where: str, folder: str, files: list[Path]) -> tuple[dict[Path
     labels, notes = dict[Path, Any](), list[str]()
     for file in files:
         with blame(f"{where}: {file}", DataError):
-            rows = READERS[file.suffix](Path(folder, file))
-        column = next((name for name in LABELS if rows and name in rows[0]), "")
-        if not column or "file_name" not in rows[0]:
-            notes.append(f"{file} has no columns file_name and label, and was not used")
-            continue
-        for row in rows:
-            labels[Path(os.path.normpath(file.parent / row["file_name"]))] = row.get(column)
+            rows = [row for row in READERS[file.suffix](Path(folder, file)) if any(row.values())]
+            column = next((name for name in LABELS if any(name in row for row in rows)), "")
+            if not column or not any("file_name" in row for row in rows):
+                notes.append(f"{file} has no columns file_name and label, and was not used")
+                continue
+            for row in rows:
+                image = Path(os.path.normpath(file.parent / row["file_name"]))
+                label = row.get(column)
+                if labels.setdefault(image, label) != label:
+                    both = f"{image} has the labels {labels[image]} and {label}"
+                    raise DataError(f"{where}: {file}: {both}; decide on one")
     if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
         labels = {image: int(each) for image, each in labels.items()}
     return labels, notes
@@ -221,6 +233,8 @@ def read_metadata(where: str, folder: str, files: list[Path]) -> tuple[dict[Path
 
 READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {  # of metadata files, by suffix
     ".csv": lambda file: [*csv.DictReader(io.StringIO(file.read_text("utf-8-sig")))],
-    ".jsonl": lambda file: [*map(json.loads, file.read_text("utf-8").splitlines())],
+    ".jsonl": lambda file: [
+        json.loads(x) for x in file.read_text("utf-8-sig").split("\n") if x.strip()
+    ],
     ".parquet": lambda file: import_module("pyarrow.parquet").read_table(file).to_pylist(),
 }

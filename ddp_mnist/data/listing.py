@@ -4,6 +4,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import EISDIR, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image, why_unread
-from ddp_mnist.errors import DataError, shown_name
+from ddp_mnist.errors import DataError, reason, shown_name
 
 SPLITS = ("train", "test")
 MAX_CLASSES = 1000
@@ -38,7 +39,10 @@ class Listing:
         return sum(map(len, self.labels.values()))
 
     def check_classes(self) -> None:
-        """Raise DataError if there are too many classes, or if test has one that train lacks."""
+        """Raise DataError if there are too many classes, or one, or if test has one of its own."""
+        if len(self.classes) == 1:
+            fault = f"{self.where}: there is only one class, {shown_name(self.classes[0])}"
+            raise DataError("; ".join([fault, *self.notes, "give images of two or more"]))
         if len(self.classes) > MAX_CLASSES:
             raise DataError(
                 f"{self.where}: {len(self.classes)} classes; give at most {MAX_CLASSES}"
@@ -72,6 +76,9 @@ class Listing:
                 with open_image(cell) as image:
                     return number, function(image)
             except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
+                may_pass = getattr(error, "errno", None) not in (None, ENOENT, EISDIR, ENOTDIR)
+                if may_pass or isinstance(error, MemoryError):
+                    raise DataError(f"{self.where}: {name}: {reason(error)}") from error
                 self.broken[number] = f"{name} ({why_unread(cell, error)})"
 
         every = ((split, *each) for split in self.images for each in enumerate(self.images[split]))
@@ -102,13 +109,13 @@ def choose_splits(
         unused = f"split {', '.join(others)} is not used"
         notes.append(f"{unused}: validation images are cut out of train (--val-size)")
     if "train" not in splits and not (options.for_evaluation and splits):
-        fix = "name the files or folders so, e.g. train/cat/2.png"
+        fix = "name a split, a folder or the files so"
         raise DataError(f"{where}: needs the split train, found: {', '.join(found)}; {fix}")
     return splits, notes
 
 
 def number_labels(
-    labels: Mapping[str, Sequence[Any]], where: str, names: Sequence[str] = ()
+    labels: Mapping[str, Sequence[Any]], where: str, column: str, names: Sequence[str] = ()
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return labels as int64 indices of their classes, and the names of the classes.
 
@@ -121,7 +128,7 @@ def number_labels(
         for row, value in enumerate(values):
             is_one = isinstance(value, int) and 0 <= value <= (last if names else value)
             if not is_one and (names or not value or not isinstance(value, str)):
-                at = f"{where}: split {split}, column label: row {row}"
+                at = f"{where}: split {split}, column {column}: row {row}"
                 raise DataError(f"{at} has label {value!r}; give {legal}")
     if names:
         return {split: np.asarray(values, np.int64) for split, values in labels.items()}, [*names]

@@ -16,7 +16,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
 from ddp_mnist.data.decode import HEIF, reads_heif
-from ddp_mnist.data.folders import find_images, is_metadata, list_folder, paths_in
+from ddp_mnist.data.folders import is_metadata, list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
 
@@ -49,21 +49,12 @@ class Source:
 
     def _folder(self, where: str, options: ImageOptions) -> Listing:
         """Return the tables in a folder, or else its images."""
-        if tables.is_saved(self.place):
-            return tables.list_tables(self.place, where, options)
-        found, notes = find_images(where, self.place, self.paths)
-        has_tables = any(p.suffix == ".parquet" and not is_metadata(p) for p in self.paths)
-        if found and not has_tables:
-            return list_folder(where, self.place, self.paths, found, notes, options)
-        archive = next((path for path in self.paths if path.suffix == ".zip"), None)
-        if archive and not has_tables:
-            fix = "unpack it into train/CLASS/ and test/CLASS/"
-            raise errors.DataError(f"{where}: {archive} is an archive, and is not opened; {fix}")
-        listing = tables.list_tables(self.place, where, options)
-        if found:
-            beside = f"{len(found):,} images beside the tables were left out"
-            listing.notes.append(f"{beside}, as {errors.printable(str(found[0]))}")
-        return listing
+        parquet = [p for p in self.paths if p.suffix == ".parquet" and not is_metadata(p)]
+        has_tables = any(tables.has_images(Path(self.place, path)) for path in parquet[:1])
+        listing = None
+        if not has_tables and not tables.is_saved(self.place):
+            listing = list_folder(where, self.place, self.paths, options)
+        return listing or tables.list_tables(self.place, where, options)
 
     @functools.cached_property
     def paths(self) -> list[Path]:
@@ -86,11 +77,11 @@ class Source:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def facts_outside(self, files: Iterable[str]) -> list[Any]:
-        """Return name, size and time of those of the files that lie outside the folder."""
+        """Return name, size and time of those of the files that are not among the `paths`."""
         if self.kind != "folder":
             return []
         paths = {Path(os.path.abspath(file)) for file in files if file}  # noqa: PTH100 # as it is named
-        return [_fact(path) for path in sorted(paths) if not path.is_relative_to(self.place)]
+        return [*map(_fact, sorted(paths - {Path(self.place, path) for path in self.paths}))]
 
 
 def _fact(path: Path) -> list[Any]:

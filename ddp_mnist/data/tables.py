@@ -89,6 +89,13 @@ def list_tables(folder: str, where: str, options: ImageOptions) -> Listing:
     return list_table(table, where, options, folder)
 
 
+def has_images(file: Path) -> bool:
+    """Return whether a parquet file may hold images: has a column of that name, or of structs."""
+    from pyarrow.parquet import read_schema
+
+    return any(field.name in NAMES["image"] or field.type.num_fields for field in read_schema(file))
+
+
 def is_saved(folder: str) -> bool:
     """Return whether `save_to_disk` wrote the folder."""
     return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json"))
@@ -132,7 +139,7 @@ def list_table(
             raise DataError(f"{where}: split {split} has no rows; check its files")
         labels[split] = rows.with_format("arrow")[:].column(label_column).to_pylist()
     names = getattr(first.features[label_column], "names", [])  # of a ClassLabel
-    numbers, classes = number_labels(labels, where, names)
+    numbers, classes = number_labels(labels, where, label_column, names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
     return Listing(where, cells, numbers, classes, notes + unused, image_column)
 

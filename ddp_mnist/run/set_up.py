@@ -157,7 +157,11 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
         "dataset",
         lambda: cache.choose(flags.dataset, flags.cache_dir, flags.image_options, console.print),
     )
-    images = cache.load(name, flags.cache_dir, flags.image_options, log=console.print)
+    options = flags.image_options
+    images = cache.load(name, flags.cache_dir, options, log=console.print)
+    if options.test_size and not images.test_share:
+        typed = f"--test-size {options.test_size:g}: --dataset {name}"
+        raise UsageError(f"{typed} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     if bound := bound_together(store.place.ranks_here):

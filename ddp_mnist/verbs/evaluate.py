@@ -3,6 +3,7 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import wrong_on_purpose
@@ -62,7 +64,7 @@ def evaluate_run(
         trained = weights.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
-        images = _load(flags, config, trained)
+        images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
@@ -80,6 +82,7 @@ def evaluate_run(
             "split": flags.split,
             "dataset": images.describe(),
             "world_size": accelerator.num_processes,
+            "notes": [*images.warnings, *images.careful, *images.image_format.notes],
             "classes": trained.classes,
             "inject": config["inject"],
             "loss_function": loss or evaluation.CROSS_ENTROPY,
@@ -108,28 +111,36 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
+def _load(
+    flags: Evaluate, config: dict[str, Any], trained: weights.Trained, store: Store
+) -> ImageData:
     """Return the run's data set, or that of --dataset with images of the run's shape and labels.
 
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    share = config["test_share"]  # as it was, however large the data set is now
-    options = dataclasses.replace(ImageOptions.of(config), test_size=share)
+    options = ImageOptions.of(config)
     if not flags.dataset:
+        options = dataclasses.replace(options, test_size=config["test_share"])
         images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
         fault = changed_since(flags.run, name, config["summary"], images)
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
+    options = dataclasses.replace(options, test_size=0)
     known = cache.cached(flags.dataset, cache_dir, options)
-    is_split_alike = known and (share or not known.test_share)
-    if known and is_split_alike and known.image_format.shape == trained.image_format.shape:
-        return _relabelled(known, trained, flags)
     channels, height, width = trained.image_format.shape
-    options = ImageOptions((height, width), channels == 1, share, for_evaluation=True)
-    return _relabelled(cache.load(flags.dataset, cache_dir, options), trained, flags)
+    if not known or known.image_format.shape != trained.image_format.shape:
+        options = ImageOptions((height, width), channels == 1, 0, for_evaluation=True)
+    images = cache.load(flags.dataset, cache_dir, options)
+
+    # Images from which the run's own test was drawn are split as they were.
+    share = config["test_share"]
+    is_known = np.isin(images.keys, _trained_on(flags.run))  # on rank 0, which has the run
+    if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
+        images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
+    return _relabelled(images, trained, flags)
 
 
 def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) -> ImageData:
@@ -163,6 +174,13 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     raise UsageError(f"--split {split}: {held}; use --split test")
 
 
+def _trained_on(run: str) -> np.ndarray:
+    """Return the keys of the images that a run was trained on; none if they are not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return np.asarray(np.load(Path(run) / TRAINED_ON, allow_pickle=False))
+    return np.zeros(0, np.uint64)
+
+
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
@@ -172,13 +190,11 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     if flags.split == "train":
         return
     numbers = rows.rows.numpy()
-    try:
-        trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
-    except (OSError, ValueError):
+    if not (trained_on := _trained_on(flags.run)).size:
         unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
-        if images.test_share:
+        if images.test_share is not None:
             fix = "give images that it has not seen, in test/CLASS/"
-            raise DataError(f"{unknown}; {fix}") from None
+            raise DataError(f"{unknown}; {fix}")
         warn(unknown)
         return
     if len(seen := numbers[np.isin(images.keys[numbers], trained_on)]):
@@ -206,6 +222,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     lines = [
         *wrong_on_purpose(metrics["inject"]),
         f"{metrics['split']} split of {data}: {metrics['count']:,} images",
+        *map(printable, metrics["notes"]),
         "   ".join(numbers),
         *by_class(names, metrics["class_accuracy"], metrics["confusion"]),
     ]

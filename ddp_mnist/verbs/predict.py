@@ -139,10 +139,10 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
     If it cannot be read, the DataError's message has to follow the file's name.
     """
+    content = sys.stdin.buffer.read() if file == STDIN else file
     try:
         if file.exists() and not file.is_file():  # reading a pipe may never end
             raise DataError("not a regular file; give one, or - and the image on stdin")
-        content = sys.stdin.buffer.read() if file == STDIN else file
         # Pillow warns even of faults that it can ignore, such as in the EXIF.
         with warnings.catch_warnings(action="ignore"), open_image(content) as opened:
             image = as_mnist(opened) if digit_photos else opened
@@ -150,7 +150,9 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        raise DataError(why_unread(str(file), error)) from error
+        raise DataError(
+            why_unread(content if isinstance(content, bytes) else str(file), error)
+        ) from error
 
 
 # --- The picture that --show writes

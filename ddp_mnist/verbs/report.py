@@ -8,6 +8,7 @@ images that the model got wrong are found by running it once more, which takes s
 """
 
 import base64
+import dataclasses
 import io
 import json
 import math
@@ -115,13 +116,13 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     """
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
-    image_options = ImageOptions.of(flags)
+    options = dataclasses.replace(ImageOptions.of(flags), test_size=run.config.get("test_share"))
     try:
         trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         read = cache.cached if source.kind == "hub" else cache.load
-        images = read(dataset, cache_dir, image_options)
+        images = read(dataset, cache_dir, options)
         if images is None:
             raise DataError(
                 "the test images are not in the cache of this machine; name their place: --dataset"
