@@ -173,8 +173,8 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
 
 def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
-    where, sums, rows = f"--dataset {source.typed}", found.pop("sums"), rows_of(found.pop("part"))
-    keys, labels = found["keys"], found["labels"]
+    where, keys, labels = f"--dataset {source.typed}", found["keys"], found["labels"]
+    rows = rows_of(found.pop("part"))
     share: float | None = None
     if "test" not in rows and options.test_size == 0:
         rows["test"], share = rows.pop("train"), 0.0
@@ -198,7 +198,7 @@ def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -
             fix = "add images, or give a larger --test-size"
             found["careful"].append(f"the test has no image of {shown}: {fix}")
     rows.setdefault("train", np.arange(0))
-    mean, std = mean_and_std(sums[rows["train"]], found["images"].shape[1:])
+    mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
     found |= {name: torch.from_numpy(found[name]) for name in ("images", "labels")}

@@ -127,22 +127,20 @@ def list_folder(
     if not split_of:
         split_of = split_by_files(images)
     for image in images:
-        place = split_of.get(image) if split_of else ("train", -1)
-        if place and (not labels or image in labels):
-            part_of[image] = place
+        part = split_of.get(image) if split_of else ("train", -1)
+        if part and (not labels or image in labels):
+            part_of[image] = part
     left_out = [image for image in images if image not in part_of]
     if len(left_out) > len(part_of):
-        no, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
+        kind, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
         if labels:
-            no, fix = "metadata file", "add them, or move the file if the folders are the classes"
-        few = f"{len(left_out):,} of {len(images):,} images are in no {no}, as {left_out[0]}, but"
-        raise DataError(f"{where}: {few} {next(iter(part_of), 'none')} is; {fix}")
+            kind, fix = "metadata file", "add them, or move it if the folders are the classes"
+        few = f"{len(left_out):,} of {len(images):,} images are in no {kind}, as {left_out[0]}"
+        raise DataError(f"{where}: {few}, but {next(iter(part_of), 'none')} is; {fix}")
     if unnamed := [image for image in part_of if labels and labels[image] in (None, "")]:
         raise DataError(f"{where}: {unnamed[0]} has no label in its metadata file; add it")
-    of = {
-        split: [image for image in part_of if part_of[image][0] == split] for split in SPLIT_WORDS
-    }
-    found = {split: each for split, each in of.items() if each}
+    by_split = {s: [image for image in part_of if part_of[image][0] == s] for s in SPLIT_WORDS}
+    found = {split: each for split, each in by_split.items() if each}
     if undescribed := sorted({split for split, _ in split_of.values()} - found.keys()):
         fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")

@@ -162,7 +162,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
         if cache.cached(*place, image_options):
             yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
-            drawn = f" --test-size {options.test_size}" if options.test_size else ""
+            drawn = f" --test-size {options.test_size:g}" if options.test_size else ""
             fix = f"run ddp-mnist prepare --dataset {options.dataset}{drawn} on each machine"
             yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":

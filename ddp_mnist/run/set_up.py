@@ -159,7 +159,7 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
     )
     options = flags.image_options
     images = cache.load(name, flags.cache_dir, options, log=console.print)
-    if options.test_size and not images.test_share:
+    if "test_size" in config.explicit and not images.test_share:
         typed = f"--test-size {options.test_size:g}: --dataset {name}"
         raise UsageError(f"{typed} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
