@@ -26,8 +26,8 @@ from ddp_mnist.data.augment import augment, augmentation_table
 from ddp_mnist.data.batches import GlobalBatchSampler, ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets.build import build_net
-from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
+from ddp_mnist.task import make_task
 
 
 def load(dataset: str, given: Recipe, world_size: int) -> tuple[ImageData, ResolvedRecipe]:
@@ -54,12 +54,12 @@ def train_plain(
 
     # The seed makes the weights those of train.py; DDP sends rank 0's to all in any case.
     torch.manual_seed(seed)
-    net = build_net(recipe.model, images.classes, images.image_format).to(device, dtype)
+    task = make_task(recipe, images.classes, rows, device)
+    net = build_net(recipe.model, task, images.image_format).to(device, dtype)
     model = DistributedDataParallel(
         net.to(memory_format=torch.channels_last), gradient_as_bucket_view=True
     )
     optimizer = make_optimizer(model, recipe)
-    mean_loss = make_loss(recipe, rows, device)
 
     # As in train.py: DDP rebuilds its buckets once, after the first backward pass. Its gradients
     # are discarded.
@@ -80,7 +80,7 @@ def train_plain(
                 inputs = augment(inputs, augmentations[indices])
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate(step)
-            loss = mean_loss(model(inputs), labels)  # of this rank's share
+            loss = task.training_loss(model(inputs), labels)  # of this rank's share
             loss.backward()  # while it computes the gradients, DDP averages them over the ranks
             optimizer.step()  # the same on every rank, so the weights stay equal
             optimizer.zero_grad()

@@ -14,13 +14,12 @@ from torch import nn
 
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.signals import listen
-from ddp_mnist.cluster.world import World, join_world, warm_up_ddp
-from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.cluster.world import join_world, warm_up_ddp
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, make_loader
+from ddp_mnist.data.batches import GlobalBatchSampler, make_loader
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
-from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
 from ddp_mnist.run.evaluation import make_eval_loader
 from ddp_mnist.run.folder import RunFolder
@@ -44,11 +43,12 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         return fit(run) if run else {}
 
 
-def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.Module:
+def build_model(run: TrainingRun) -> nn.Module:
     """Return the net on its device, seeded alike on every rank; in float64 with fp64."""
+    config, world, name = run.config, run.world, run.config.recipe.model
     seed_generators(world.accelerator.device, config.run.seed)
-    name, weights = config.recipe.model, config.initial_weights
-    model: nn.Module = build_net(name, images.classes, images.image_format, weights)
+    image_format, weights = run.images.image_format, config.initial_weights
+    model: nn.Module = build_net(name, run.task, image_format, weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:
@@ -62,8 +62,8 @@ def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.M
 def fit(run: TrainingRun) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary."""
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
-    accelerator, stop, image_format = run.world.accelerator, run.stop, run.images.image_format
-    device = accelerator.device
+    accelerator, stop, task = run.world.accelerator, run.stop, run.task
+    device, image_format = accelerator.device, run.images.image_format
     accelerator.gradient_accumulation_steps = recipe.grad_accum  # known since the ranks agreed
 
     # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
@@ -71,10 +71,9 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
-    # Loss, net and optimizer, equal on every rank. `model` is the net in DDP and autocast; the
-    # loader gives each rank its part of every batch: see split_batches=True in cluster/world.py.
-    mean_loss = make_loss(recipe, train_rows, device)
-    net = build_model(run.config, run.world, run.images)
+    # Net and optimizer, equal on every rank. `model` is the net in DDP and autocast; the loader
+    # gives each rank its part of every batch: see split_batches=True in cluster/world.py.
+    net = build_model(run)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     # DDP rebuilds its buckets after the first backward pass: now, so that a resumed run sums alike.
@@ -83,9 +82,9 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     test_loader = make_eval_loader(accelerator, test_rows)
 
     # All that training changes: new, or as a checkpoint left it.
-    state = State(net, optimizer, accelerator.scaler, run.world.started)
+    state = State(net, optimizer, accelerator.scaler, task, run.world.started)
     progress = run.begin_or_resume(state)  # from now on a stop signal saves the state
-    meter = Meter(accelerator, progress, recipe)
+    meter = Meter(accelerator, progress, recipe, task)
 
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, steps_before = progress.epoch, progress.epoch * recipe.steps_per_epoch
@@ -96,7 +95,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             table = augmentation_table(image_format, len(train_rows), seed, epoch, recipe.epochs)
             augmentations = table.to(device)
         meter.restart_clock()
-        for images, labels, indices in loader:
+        for images, targets, indices in loader:
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
@@ -106,14 +105,14 @@ def fit(run: TrainingRun) -> dict[str, Any]:
                 images = augment(images, augmentations[indices])
 
             with accelerator.accumulate(model):  # DDP's no_sync() until the step's last micro-batch
-                logits = model(images)  # uint8 in; the net normalises them
-                loss = mean_loss(logits, labels)  # over this rank's share of the batch
+                outputs = model(images)  # uint8 in; the net normalises them
+                loss = task.training_loss(outputs, targets)  # mean over this rank's share
                 accelerator.backward(loss)  # divides by grad_accum; DDP averages the gradients
                 if accelerator.sync_gradients and recipe.max_grad_norm:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
                 optimizer.step()  # Accelerate skips it, and zero_grad, until the last micro-batch
                 optimizer.zero_grad()
-            meter.update(loss, logits, labels)
+            meter.update(loss, outputs, targets)
             if not accelerator.sync_gradients:
                 continue  # a micro-batch: the step is not complete
             progress.count_step(skipped=accelerator.optimizer_step_was_skipped)

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 def of(data: ImageData, split: str) -> Part:
     rows = data.rows[split]
-    return Part(data.images[rows], data.labels[rows], data.keys[rows])
+    return Part(data.images[rows], data.targets[rows], data.keys[rows])
 
 
 def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> ImageData:

@@ -17,11 +17,13 @@ from ddp_mnist.config.flag_fields import (
     flag_values,
     kind_of,
 )
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.set_up import check_net, resolve_and_load
+from ddp_mnist.task import Classification
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 from tests.training import resolved
@@ -108,7 +110,7 @@ def test_words_of_another_form_are_refused_with_the_form(line: str) -> None:
             RunFlags(image_size=word) if "size" in line else Recipe(model=word)
         assert str(refused.value) == line.format(word)
     for word, size in (("64", (64, 64)), ("48x96", (48, 96))):
-        assert RunFlags(image_size=word).image_options.size == size
+        assert ImageOptions.of(vars(RunFlags(image_size=word))).size == size
 
 
 @pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
@@ -174,14 +176,15 @@ def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int) ->
 def test_sync_bn_needs_a_net_with_batchnorm() -> None:
     """Only the net itself tells; --sync-bn is not refused before there is one."""
     digits = cache.load("digits")
+    task = Classification(digits.classes)
     for model, sync_bn in (("cnn", False), ("cnn_bn", True)):
         config = TrainConfig(RunFlags(), Recipe(model=model), Distribution(sync_bn=sync_bn))
-        check_net(resolved(config, digits), digits, at_once=2)
+        check_net(resolved(config, digits), digits, task, at_once=2)
     config = TrainConfig(RunFlags(), Recipe(model="cnn"), Distribution(sync_bn=True))
     with pytest.raises(
         UsageError, match=r"^--sync-bn: cnn has no BatchNorm; use --model cnn_bn or"
     ):
-        check_net(resolved(config, digits), digits, at_once=2)
+        check_net(resolved(config, digits), digits, task, at_once=2)
 
 
 # --- What is decided by the data set

@@ -67,7 +67,7 @@ def built_again(name: str) -> list[str]:
 def same(a: ImageData, b: ImageData) -> bool:
     names = ("name", "source", "digest", "classes", "image_format")
     return all(getattr(a, name) == getattr(b, name) for name in names) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "labels")
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "targets")
     )
 
 
@@ -143,7 +143,7 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "truncated": ("images.npy", lambda content: content[:-1]),
     "empty": ("sums.npy", lambda _: b""),
-    "garbage in the header": ("labels.npy", flipped(20)),
+    "garbage in the header": ("targets.npy", flipped(20)),
     "no keys": ("keys.npy", lambda _: None),
     "no facts": ("about.json", lambda _: None),
     "facts cut short": ("about.json", lambda content: content[:-1]),
@@ -173,10 +173,8 @@ def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) 
 def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of one that versions before this one wrote beside it."""
     before = load(folder, cache)
     mine = cached_folder(cache)
-    (cache / f"{mine.name[:-8]}01234567-89abcdef").mkdir()
     monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
     again = load(folder, cache)
     assert same(before, again) and again.warnings == built_again(folder.name)
@@ -316,7 +314,7 @@ def numbered(train: int, test: int = 3) -> ImageData:
         [],
         image_format,
         images=labels.to(torch.uint8)[:, None, None, None],
-        labels=labels,
+        targets=labels,
         keys=np.concatenate([keys, keys[:test]]),
         rows={"train": np.arange(train), "test": np.arange(train, train + test)},
     )
@@ -332,7 +330,7 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_siz
         splits.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
         assert train.rows.dtype == validation.rows.dtype == torch.int64
-        assert test.labels[test.rows].tolist() == [0, 1, 2]
+        assert test.targets[test.rows].tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
     assert sorted(chain(*splits[0])) == list(range(rows))
     of_every_numpy = numbered(100).hold_out(20).rows["validation"][:5].tolist()

@@ -162,17 +162,17 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
 ) -> None:
     """And once its advice is followed, the data is in the cache, as training takes it."""
     own, cached = write_noise(tmp_path / "own", *flat()), tmp_path / "cache"
-    options = Doctor(dataset=str(own), test_size=4, cache_dir=str(cached))
+    options = Doctor(dataset=str(own), cache_dir=str(cached))
     command = ("train", "--dry-run", "--model", "mlp", "--dataset", own, "--cache-dir", cached)
     first, *_ = own.rglob("*.png")
     first.write_bytes(first.read_bytes()[:-60])
-    wrong, refused = only(machine.data_set(options)), typed(*command, "--test-size", 4)
+    wrong, refused = only(machine.data_set(options)), typed(*command)
     assert (wrong.status, wrong.name) == (FAIL, "data")
     assert refused.err == f"ddp-mnist: error: {wrong.text}; {wrong.fix} (code 3)\n"
     first.rename(tmp_path / "cut short.png")
     with patch.object(dist, "is_initialized", lambda: True):
         unread = only(machine.data_set(options))
-    fix = f"ddp-mnist prepare --dataset {own} --test-size 4 on each machine"
+    fix = f"ddp-mnist prepare --dataset {own} on each machine"
     assert_found(unread, WARN, "own is not in the cache, so it was not read", fix)
     assert_found(only(machine.data_set(options)), PASS, "own is in the cache", "")
     typed(*command, "--test-size", 4).succeeds()

@@ -22,12 +22,14 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, make_eval_loader, packed, unpacked
+from ddp_mnist.task import Classification
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.training import net_that
 
 CLASSES = 4
+TASK = Classification([*map(str, range(CLASSES))])
 
 
 class TableLookup(nn.Module):
@@ -52,7 +54,7 @@ def make_rows(count: int) -> Rows:
 def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
     loader = make_eval_loader(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
-    metrics = evaluate_split(accelerator, model, loader, CLASSES)
+    metrics = evaluate_split(accelerator, model, loader, TASK)
     assert model.training is (rows % 2 == 0)  # left in the mode that it was in
     return metrics
 
@@ -77,14 +79,15 @@ def check_by_hand(metrics: Metrics, count: int) -> None:
     rows, model = make_rows(count), TableLookup()
     logits = model(rows.images)
     confusion = np.zeros((CLASSES, CLASSES), dtype=int)
-    for label, prediction in zip(rows.labels.tolist(), logits.argmax(1).tolist(), strict=True):
+    for label, prediction in zip(rows.targets.tolist(), logits.argmax(1).tolist(), strict=True):
         confusion[label][prediction] += 1
-    loss = -logits.log_softmax(1)[torch.arange(count), rows.labels].mean().item()
-    assert (metrics.count, metrics.confusion) == (count, confusion.tolist())
+    loss = -logits.log_softmax(1)[torch.arange(count), rows.targets].mean().item()
+    found = metrics.as_json()
+    assert (found["count"], found["confusion"]) == (count, confusion.tolist())
     right = confusion.diagonal()
-    assert metrics.accuracy == right.sum() / count
+    assert metrics.score == found["accuracy"] == right.sum() / count
     classes = zip(right, confusion.sum(1), strict=True)
-    assert metrics.class_accuracy == [hits / of if of else None for hits, of in classes]
+    assert found["class_accuracy"] == [hits / of if of else None for hits, of in classes]
     assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
 
 
@@ -169,6 +172,7 @@ def table_of(
 ) -> list[str]:
     """Return its lines, for a data set and its classes."""
     counted: dict[str, Any] = {"split": "test", "count": 1234, "accuracy": 0.75, "loss": 0.5}
+    counted |= {"score": "accuracy"}
     counted |= {"loss_function": "cross_entropy", "scores": {"f1": 0.25}, "notes": []}
     of_classes = {"class_accuracy": accuracies, "confusion": confusion}
     data_set = {"dataset": {"name": data}, "classes": names, "inject": None}

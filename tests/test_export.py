@@ -21,6 +21,7 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.nets.ours import MODELS, Normalised, with_test_time_augmentation
 from ddp_mnist.run import weights
+from ddp_mnist.task import Classification
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -49,7 +50,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     net = MODELS["cnn"](10, COLOUR.shape)
     for parameter in net.parameters():
         parameter.data *= 3  # an opinion of its own
-    content = weights.to_bytes(net.state_dict(), "cnn", KINDS, COLOUR)
+    content = weights.to_bytes(net.state_dict(), "cnn", Classification(KINDS), COLOUR)
     (own / "model.safetensors").write_bytes(content)
     write(own, *EXPORTS)
     return own
@@ -61,8 +62,9 @@ def write(run: Path, *formats: str, out: Path | None = None) -> None:
 
 def untrained(name: str, image_format: ImageFormat) -> weights.Trained:
     net = Normalised(MODELS[name](10, image_format.shape), image_format).eval()
-    model = with_test_time_augmentation(net, name)
-    return weights.Trained(net, model, name, KINDS, image_format)
+    task = Classification(KINDS)
+    model = with_test_time_augmentation(net, name, task)
+    return weights.Trained(net, model, name, task, image_format)
 
 
 def test_both_files_give_the_models_logits_and_replace_an_earlier_export(
@@ -139,7 +141,7 @@ def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
     notes = ["images of 64x64 RGB became 28x28 grey"]
     trained = untrained("mlp", dataclasses.replace(GREY, notes=notes))
     flags = Export(str(copy), license="cc-by-4.0")
-    card = export.model_card(dataclasses.replace(trained, classes=names), flags)
+    card = export.model_card(dataclasses.replace(trained, task=Classification(names)), flags)
     about: Any = ModelCard(card).data  # as the Hub reads it
     assert (about.license, about.library_name) == ("cc-by-4.0", "pytorch")
     assert about.pipeline_tag == "image-classification"

@@ -66,7 +66,7 @@ def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: P
     for file in (a_text, cut_short):
         Path(file).unlink()
     noise(99).save(empty)
-    assert len(read(own, DRAWN).labels) == 13
+    assert len(read(own, DRAWN).targets) == 13
 
 
 def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:

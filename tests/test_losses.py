@@ -15,9 +15,9 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
-from ddp_mnist.nets.losses import balanced, image_losses, make_loss
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.weights import from_bytes, read_bytes
+from ddp_mnist.task import Classification, balanced, make_task
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
@@ -52,15 +52,15 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- What may be named
 
 
-ON = r", on logits \[3, 5\] and labels \[3\]: "
+ON = r", on outputs \[3, 5\] and targets \[3\]: "
 WRONG = {
     "no_module:focal": ": ModuleNotFoundError: No module named 'no_module'; correct it, or name",
     "my_loss:vocal": ": AttributeError: .* no attribute 'vocal'$",
-    "my_loss:mean": rf"{ON}gives [0-9.]+; give the float loss of each image, not their mean",
-    "torch.nn.functional:cross_entropy": rf"{ON}gives [0-9.]+; give the float loss of each image",
-    "my_loss:column": rf"{ON}gives \[\[.* of each image",
-    "my_loss:whole": rf"{ON}gives \[0, 1, 2\]; give the float loss of each image",
-    "my_loss:number": rf"{ON}gives [0-9.]+; .* of each image",
+    "my_loss:mean": rf"{ON}gives the loss [0-9.]+; give .* of each image, not their mean",
+    "torch.nn.functional:cross_entropy": rf"{ON}gives the loss [0-9.]+; give the float loss",
+    "my_loss:column": rf"{ON}gives the loss \[\[.* of each image",
+    "my_loss:whole": rf"{ON}gives the loss \[0, 1, 2\]; give the float loss of each image",
+    "my_loss:number": rf"{ON}gives the loss [0-9.]+; .* of each image",
     "my_loss:detached": f"{ON}RuntimeError: .*require grad",
     "my_loss:fails": f"{ON}IndexError: index 99",
 }
@@ -70,7 +70,7 @@ WRONG = {
 def test_what_a_loss_can_get_wrong_is_one_line(name: str, own_file: Path) -> None:
     assert own_file.exists()
     with pytest.raises(UsageError, match=f"^--loss {name}{WRONG[name]}"):
-        trial.check_loss(image_losses(name), name, 5, CPU)
+        trial.check_task(Classification([*"abcde"], name), f"--loss {name}", torch.arange(3))
 
 
 def test_a_loss_of_ones_own_is_refused_before_the_data_are_read(typed: Typed) -> None:
@@ -91,9 +91,10 @@ def test_the_default_is_pytorchs_own_cross_entropy_to_the_bit() -> None:
     logits, labels = torch.randn(72, 10, generator=draws), torch.arange(72) % 10
     rows = Rows(torch.zeros(72, 1), labels)
     for smoothing in (0.0, 0.1):
-        loss = make_loss(Recipe(label_smoothing=smoothing), rows, CPU)(logits, labels)
+        task = make_task(Recipe(label_smoothing=smoothing), [*"abcdefghij"], rows, CPU)
+        loss = task.training_loss(logits, labels)
         assert torch.equal(loss, F.cross_entropy(logits, labels, label_smoothing=smoothing))
-    losses = image_losses(None)(logits, labels)
+    losses = task.loss(logits, labels)
     assert torch.equal(losses, F.cross_entropy(logits, labels, reduction="none"))
 
 
@@ -106,7 +107,8 @@ def test_weights_of_classes_are_those_of_all_images_and_not_of_the_batch() -> No
     rows = Rows(torch.zeros(8, 1), labels, torch.arange(6))
     logits = torch.arange(24.0).view(8, 3).sin()[:3]
     batch = torch.tensor([0, 2, 2])
-    loss = make_loss(Recipe(class_weights="balanced"), rows, CPU)(logits, batch)
+    task = make_task(Recipe(class_weights="balanced"), [*"abc"], rows, CPU)
+    loss = task.training_loss(logits, batch)
     each = F.cross_entropy(logits, batch, label_smoothing=0.1, reduction="none")
     assert loss == pytest.approx(float(0.75 * each[0] + 1.5 * each[1] + 1.5 * each[2]) / 3)
 
@@ -168,7 +170,7 @@ def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
     assert fixes == {proofs.BY_LOSS}
     ended = typed("verify", "--model", "mlp", "--loss", "my_loss:mean")
     [error] = ended.err.splitlines()
-    assert error.startswith("ddp-mnist: error: --loss my_loss:mean, on logits ")
+    assert error.startswith("ddp-mnist: error: --loss my_loss:mean, on outputs ")
     assert error.endswith(" (code 2)") and ended.code == 2
 
 
@@ -190,9 +192,8 @@ def test_all_that_speaks_of_the_loss_names_it(
     assert evaluated["loss_function"] == "my_loss:focal"
     images, trained_net = cache.load(str(few)), from_bytes(read_bytes("run"), "run").model
     with torch.no_grad():
-        losses = image_losses("my_loss:focal")(
-            trained_net(of(images, "test").images), of(images, "test").labels
-        )
+        task = Classification(images.classes, "my_loss:focal")
+        losses = task.loss(trained_net(of(images, "test").images), of(images, "test").labels)
     assert losses.double().mean().item() == pytest.approx(summary["test_loss"], rel=1e-6)
     shown = typed("evaluate", "run").out
     assert f"   loss my_loss:focal {summary['test_loss']:.4f}\n" in shown

@@ -10,6 +10,7 @@ from ddp_mnist.errors import DivergedError
 from ddp_mnist.run import meter
 from ddp_mnist.run.meter import Meter, sum_up
 from ddp_mnist.run.state import Progress, Sums
+from ddp_mnist.task import Classification
 from tests.training import recipe_of
 
 
@@ -40,6 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 RANK_0 = {"process_index": 0, "scaler": None}
 NET = nn.Linear(1, 1)
 RECIPE = recipe_of()
+TWO = Classification([*"ab"])
 
 
 def ranks(count: int) -> Any:
@@ -54,18 +56,18 @@ def see(made: Meter, loss: float, labels: list[int]) -> None:
 
 def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     progress = Progress(step=3)
-    made = Meter(ranks(2), progress, RECIPE)
+    made = Meter(ranks(2), progress, RECIPE, TWO)
     see(made, 0.5, [1, 0, 1])
     see(made, 0.25, [1, 1, 1])
     clock.now += 0.5
     assert made.sync([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
-    assert progress.in_epoch == Sums(loss=4.5, correct=10.0, seen=12.0, seconds=0.5)
+    assert progress.in_epoch == Sums(loss=4.5, score=10.0, seen=12.0, seconds=0.5)
     clock.now += 5.0
     made.restart_clock()  # a checkpoint was written
     see(made, 1.0, [0])
     clock.now += 0.25
     made.sync([0.0])
-    assert progress.since_log == Sums(loss=6.5, correct=10.0, seen=14.0, seconds=0.75)
+    assert progress.since_log == Sums(loss=6.5, score=10.0, seen=14.0, seconds=0.75)
     see(made, float("nan"), [1])
     with pytest.raises(DivergedError, match=r"^--lr 0\.01: "):
         made.sync([0.0])
@@ -74,7 +76,7 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
 def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
     """Return the steps at which a rank of this speed comes to sync points."""
     progress = Progress(step=first)
-    made, found = Meter(ranks(1), progress, RECIPE), []
+    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
     for step in range(first + 1, first + steps + 1):
         progress.step = step
         clock.now += seconds_per_step
@@ -105,7 +107,7 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
         return torch.cat([mine[:-1], mine.new_tensor(shared)])
 
     both: Any = SimpleNamespace(**RANK_0, num_processes=2, reduce=reduce)
-    one, other = (Meter(both, progress, RECIPE) for _ in range(2))
+    one, other = (Meter(both, progress, RECIPE, TWO) for _ in range(2))
     for number in range(1, 50):
         progress.step += 1 + number % 40
         shared[0] = 10 ** (number % 13 - 6)
@@ -120,7 +122,7 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
 def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = None) -> list[int]:
     """Return the steps after which a run of this speed saves, each time in a second."""
     progress = Progress()
-    made, found = Meter(ranks(1), progress, RECIPE), []
+    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
     for progress.step in range(1, steps + 1):
         clock.now += seconds_per_step
         save = made.is_save_due(every)

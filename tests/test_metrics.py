@@ -19,8 +19,8 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import FailedElsewhere, UsageError
+from ddp_mnist.metrics import ClassCounts, classification_metrics, find_score
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.scores import Classification, classification_metrics, find_score
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
@@ -220,7 +220,7 @@ def test_scores_are_counted_by_a_class_of_evaluate_without_a_network(
     monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=AssertionError("the network")))
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=AssertionError("the network")))
     monkeypatch.setattr(evaluate, "load", Mock(side_effect=AssertionError("the Hub")))
-    assert issubclass(Classification, evaluate.Metric)
+    assert issubclass(ClassCounts, evaluate.Metric)
     labels, guesses = np.array([0, 0, 2, 2, 1]), np.array([0, 1, 2, 2, 1])
     found = classification_metrics(guesses, labels, 3, ("f1", "recall"))
     assert found["scores"] == {"f1": (2 / 3 + 2 / 3 + 1) / 3, "recall": (1 / 2 + 1 + 1) / 3}

@@ -20,10 +20,12 @@ from ddp_mnist.nets.ours import (
     three_by_three,
     with_test_time_augmentation,
 )
+from ddp_mnist.task import Classification, Task
 from tests.data_sets import COLOUR, GREY, images
 
 PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 RESNET = "torchvision:resnet18"
+KINDS = Classification([*"0123456789"])
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
     "cnn": 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1),
@@ -38,7 +40,7 @@ OURS = list(PARAMETERS)
 def make(name: str, classes: int = 10) -> nn.Module:
     """Return a net that takes pixels, with the weights of seed 0."""
     torch.manual_seed(0)
-    return build_net(name, [*map(str, range(classes))], GREY)
+    return build_net(name, Classification([*map(str, range(classes))]), GREY)
 
 
 def test_the_names_are_those_of_the_flag() -> None:
@@ -85,9 +87,11 @@ def test_the_deep_net_averages_nine_views_with_test_views() -> None:
     assert torch.equal(views[4], net(batch))
     assert not torch.allclose(views[4], views[1], rtol=1e-3)
     assert torch.allclose(
-        with_test_time_augmentation(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12
+        with_test_time_augmentation(net, "cnn_deep", KINDS)(batch), sum(views) / 9, rtol=1e-12
     )
-    assert with_test_time_augmentation(net, "cnn") is net
+    assert with_test_time_augmentation(net, "cnn", KINDS) is net
+    numbers = Task([0.0], [1.0])  # which a shift may change
+    assert with_test_time_augmentation(net, "cnn_deep", numbers) is net
 
 
 def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
@@ -139,7 +143,7 @@ def test_the_same_weights_compute_the_same_in_this_version(
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
     pixels = torch.arange(math.prod(image_format.shape)).remainder(251).to(torch.uint8)
-    model = with_test_time_augmentation(Normalised(net, image_format), name)
+    model = with_test_time_augmentation(Normalised(net, image_format), name, KINDS)
     logits = model(pixels.reshape(1, *image_format.shape))
     assert logits[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
@@ -159,7 +163,11 @@ def test_each_parameter_gets_a_gradient_and_none_of_ours_draws_numbers(name: str
 def those_with_torchvision() -> list[str]:
     """Return the nets after which torchvision is loaded."""
     names = [*OURS, RESNET]
-    return [n for n in names if build_net(n, DIGITS, GREY) and "torchvision" in sys.modules]
+    return [
+        n
+        for n in names
+        if build_net(n, Classification(DIGITS), GREY) and "torchvision" in sys.modules
+    ]
 
 
 def test_only_the_resnet_imports_torchvision(tmp_path: Path) -> None:

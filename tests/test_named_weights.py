@@ -23,6 +23,7 @@ from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.build import build_net, factory_of
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.task import Classification
 from tests.commands import Typed
 from tests.data_sets import flat, write_noise
 
@@ -127,7 +128,7 @@ def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisi
         assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
     torch.save(Path("x"), torchvisions / FILE)
     with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
-        build_net(NET, "ab", PLAIN, "DEFAULT")
+        build_net(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
 
 
 # --- Into the net, and before it
@@ -144,14 +145,14 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
         entry = initial_weights.find_named(name, "DEFAULT")
         assert entry and initial_weights.size_of(entry) == 224
         prepared = initial_weights.normalised_for(entry, name, PLAIN)
-        ours = build_net(name, entry.meta["categories"], prepared, "DEFAULT").eval()
+        ours = build_net(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
         theirs = models.get_model(net, weights=entry).eval()
         images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
         normalise = v2.Normalize(entry.transforms().mean, entry.transforms().std)
         with torch.no_grad():
             expected, found = theirs(normalise(images / 255)), ours(images)
         assert torch.allclose(found, expected, atol=1e-4), net
-        other = build_net(name, "ab", prepared, "DEFAULT").net.state_dict()
+        other = build_net(name, Classification([*"ab"]), prepared, "DEFAULT").net.state_dict()
         given = theirs.state_dict()
         differ = [key for key in given if not torch.equal(given[key], other[key])]
         assert len(differ) == 2 and [*given][-2:] == differ, net
@@ -168,7 +169,9 @@ def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> No
     """It refuses tensors without the version of its layers."""
     new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
     grey = ImageFormat((1, 64, 64), (0.1,), (0.3,), [], False, False)
-    net = build_net("torchvision:mnasnet0_5", "abc", grey, "DEFAULT").net.state_dict()
+    net = build_net(
+        "torchvision:mnasnet0_5", Classification([*"abc"]), grey, "DEFAULT"
+    ).net.state_dict()
     assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
 
 

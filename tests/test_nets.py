@@ -19,6 +19,7 @@ from ddp_mnist.nets.ours import is_known
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.task import Classification
 from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.data_sets import COLOUR, GREY
@@ -68,7 +69,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("image_format", [GREY, COLOUR])
 @pytest.mark.parametrize("name", ["cnn", "cnn_bn", "torchvision:resnet18", SQUEEZENET])
 def test_a_net_for_any_channels_and_size(name: str, image_format: ImageFormat) -> None:
-    net = build_net(name, "abcdefg", image_format).eval()
+    net = build_net(name, Classification([*"abcdefg"]), image_format).eval()
     images = torch.randint(0, 256, (3, *image_format.shape), dtype=torch.uint8)
     with torch.no_grad():
         assert list(net(images).shape) == [3, 7]
@@ -77,7 +78,7 @@ def test_a_net_for_any_channels_and_size(name: str, image_format: ImageFormat) -
 
 
 def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
-    net = build_net("mlp", "ab", COLOUR).double()
+    net = build_net("mlp", Classification([*"ab"]), COLOUR).double()
     seen: list[torch.Tensor] = []
     net.net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     images = torch.randint(0, 256, (2, 3, 32, 40), dtype=torch.uint8)
@@ -94,7 +95,7 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
 def refused(name: str) -> str:
     """Return the line without its beginning, which names the net."""
     with pytest.raises(UsageError, match=f"^--model {name}[:,] ") as raised:
-        trial.check(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
+        trial.check(build_net(name, Classification([*"abcde"]), COLOUR), name, 5, COLOUR.shape)
     assert "\n" not in str(raised.value)
     return str(raised.value).partition(name)[2]
 
@@ -109,16 +110,16 @@ NOT_MADE = {
     "torchvision:vit_b_16": r", on images \[3, 3, 32, 40\]: AssertionError: Wrong image width!",
 }
 NOT_COMPUTED = {  # what `forward` returns
-    "super().forward(x)[:, :1]": r", on images \[3, .*: gives \[3, 1\], must be logits \[3, 5\]",
+    "super().forward(x)[:, :1]": r", on images \[3, .*: gives \[3, 1\], must be \[3, 5\]",
     "exit()": r", on images \[3, 3, 32, 40\]: SystemExit",
     "super().forward(x).flatten()[:10].view(2, 5)": r", on images \[3, .*: gives \[2, 5\], must be",
-    "super().forward(x).squeeze()": r", on images \[1, 3, .*: gives \[5\], must be logits \[1, 5\]",
+    "super().forward(x).squeeze()": r", on images \[1, 3, .*: gives \[5\], must be \[1, 5\]",
     "super().forward(x).detach()": r", in training on images \[2, .*: RuntimeError: .*require grad",
     "[super().forward(x)] if self.training else super().forward(x)": ", in training on .*list",
     "self.head(x.flatten(1))": ", on images .*: RuntimeError: .*mat1 and mat2 shapes",
 }
 NOT_TRAINED = {  # what `__init__` adds
-    "self.fc2 = nn.Linear(3, 3)": ": fc2.weight has no part in the logits; use it in forward, or r",
+    "self.fc2 = nn.Linear(3, 3)": ": fc2.weight has no part in the outputs; use it",
     "self.more = [nn.Linear(3, classes)]": ": lacks parameters",
 }
 
@@ -147,7 +148,7 @@ def test_a_net_is_refused_before_the_data_are_read_or_a_folder_is_made(
     own_file.write_text(OWN + VARIANT.format(init="self.fc2 = nn.Linear(3, 3)", forward=LOGITS))
     ended = typed("train", "--dataset", "digits", "--model", "own_net:Own")
     assert ended.code == 2
-    assert "--model own_net:Own: fc2.weight has no part in the logits" in ended.err
+    assert "--model own_net:Own: fc2.weight has no part in the outputs" in ended.err
     assert not (own_file.parent / "runs").exists()
 
 
@@ -169,12 +170,14 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     ending: str, tmp_path: Path
 ) -> None:
     file = tmp_path / f"weights{ending}"
-    given = build_net("cnn", "abc", COLOUR).net.state_dict()
+    given = build_net("cnn", Classification([*"abc"]), COLOUR).net.state_dict()
     write_weights(file, given)
-    same = build_net("cnn", "xyz", COLOUR, str(file)).net.state_dict()
+    same = build_net("cnn", Classification([*"xyz"]), COLOUR, str(file)).net.state_dict()
     assert all(torch.equal(same[name], given[name]) for name in given)
-    net = build_net("cnn", "abcde", COLOUR).net
-    assert load_weights(net, "cnn", str(file), "abcde") == f"from {file}; {AGAIN}"
+    net = build_net("cnn", Classification([*"abcde"]), COLOUR).net
+    assert (
+        load_weights(net, "cnn", str(file), Classification([*"abcde"])) == f"from {file}; {AGAIN}"
+    )
     new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
@@ -183,11 +186,15 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
 # What is written in the place of a cnn's tensors for images in colour, and the line.
 NOT_LOADED: dict[str, tuple[Callable[[Path, Tensors], object], str]] = {
     "of grey images": (
-        lambda file, _: write_weights(file, build_net("cnn", "abc", GREY).net.state_dict()),
+        lambda file, _: write_weights(
+            file, build_net("cnn", Classification([*"abc"]), GREY).net.state_dict()
+        ),
         rf"conv1.weight is \[32, 1, 6, 6\] in the file, \[32, 3, 6, 6\] in the net; {OTHER_MODEL}",
     ),
     "another net": (
-        lambda file, _: write_weights(file, build_net("mlp", "abc", COLOUR).net.state_dict()),
+        lambda file, _: write_weights(
+            file, build_net("mlp", Classification([*"abc"]), COLOUR).net.state_dict()
+        ),
         r"conv1.weight is missing in the file, \[32, 3, 6, 6\] in the net;",
     ),
     "damaged": (lambda file, _: file.write_bytes(b"x" * 99), "(.*Error: |it holds more than ten)"),
@@ -204,20 +211,29 @@ def test_a_file_that_holds_no_weights_of_this_net_is_refused(
 ) -> None:
     write, line = NOT_LOADED[kind]
     file = tmp_path / f"weights{ending}"
-    write(file, build_net("cnn", "abc", COLOUR).net.state_dict())
+    write(file, build_net("cnn", Classification([*"abc"]), COLOUR).net.state_dict())
     with pytest.raises(UsageError, match=rf"^--weights {file}: {line}") as raised:
-        build_net("cnn", "abc", COLOUR, str(file))
+        build_net("cnn", Classification([*"abc"]), COLOUR, str(file))
     assert "weights_only" not in str(raised.value)  # torch's advice to run what is in the file
 
 
 @pytest.mark.usefixtures("here")
 def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes() -> None:
-    trained = build_net("cnn", "abc", COLOUR).net.state_dict()
-    Path("w.safetensors").write_bytes(weights.to_bytes(trained, "cnn", list("abc"), COLOUR))
-    net = build_net("cnn", "abc", COLOUR).net
-    assert load_weights(net, "cnn", "w.safetensors", "abc") == "from w.safetensors"
+    trained = build_net("cnn", Classification([*"abc"]), COLOUR).net.state_dict()
+    Path("w.safetensors").write_bytes(
+        weights.to_bytes(trained, "cnn", Classification([*"abc"]), COLOUR)
+    )
+    net = build_net("cnn", Classification([*"abc"]), COLOUR).net
+    assert (
+        load_weights(net, "cnn", "w.safetensors", Classification([*"abc"])) == "from w.safetensors"
+    )
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
-    said = load_weights(build_net("cnn", "xyz", COLOUR).net, "cnn", "w.safetensors", "xyz")
+    said = load_weights(
+        build_net("cnn", Classification([*"xyz"]), COLOUR).net,
+        "cnn",
+        "w.safetensors",
+        Classification([*"xyz"]),
+    )
     assert said.endswith(AGAIN)
 
 
@@ -295,7 +311,7 @@ def test_dropout_draws_anew_for_each_part_of_a_step_and_alike_in_each_run(own_fi
 
 @pytest.mark.usefixtures("here")
 def test_weights_are_a_record_of_a_run_that_goes_on() -> None:
-    torch.save(build_net("mlp", [*"0123456789"], GREY).net.state_dict(), "w.pth")
+    torch.save(build_net("mlp", Classification([*"0123456789"]), GREY).net.state_dict(), "w.pth")
     config = watch.proof_config(model="mlp", epochs=1, weights="w.pth")
     watch.just_train(config)
     Path("w.pth").unlink()

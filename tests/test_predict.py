@@ -28,6 +28,7 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.nets.ours import CNN, Normalised
 from ddp_mnist.run import weights
+from ddp_mnist.task import Classification
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Predict
@@ -57,7 +58,7 @@ def run(model: Normalised, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_of(folder: Path, model: Normalised, classes: list[str], made: ImageFormat) -> str:
     folder.mkdir()
-    content = weights.to_bytes(model.net.state_dict(), "cnn", classes, made)
+    content = weights.to_bytes(model.net.state_dict(), "cnn", Classification(classes), made)
     (folder / "model.safetensors").write_bytes(content)
     return str(folder)
 

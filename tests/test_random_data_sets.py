@@ -284,9 +284,9 @@ def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
     names = {str(path): name for path, name, _ in own.files}
     confusion = np.zeros_like(counted["confusion"])
     for answer in map(json.loads, ended.out.splitlines()):
-        label = trained.classes.index(answer["label"])
+        label = trained.task.names.index(answer["label"])
         assert label == answers[seen[Path(answer["file"])]], answer["file"]
-        confusion[trained.classes.index(names[answer["file"]]), label] += 1
+        confusion[trained.task.names.index(names[answer["file"]]), label] += 1
     assert confusion.tolist() == counted["confusion"]
     gc.collect()  # of `datasets`, which leaves metadata.csv open
 

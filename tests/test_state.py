@@ -9,17 +9,20 @@ from torch import nn
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.state import Progress, State, Sums
+from ddp_mnist.task import Classification
 from tests.training import recipe_of
 
 
 def begun(**counts: Any) -> tuple[State, Progress]:
     """Return the state of a run whose net has one weight."""
     progress = Progress(**counts)
-    return State(nn.Linear(1, 1, bias=False), None, None, 0.0, progress), progress
+    return State(
+        nn.Linear(1, 1, bias=False), None, None, Classification([*"ab"]), 0.0, progress
+    ), progress
 
 
 def validated(accuracy: float) -> Any:
-    return SimpleNamespace(accuracy=accuracy)
+    return SimpleNamespace(score=accuracy)
 
 
 def test_sums_of_all_ranks_become_means() -> None:
@@ -27,22 +30,22 @@ def test_sums_of_all_ranks_become_means() -> None:
     progress.add(30.0, 6.0, 10.0, 0.0, 0.5)
     progress.add(12.0, 1.0, 4.0, 0.0, 0.25)
     assert progress.since_log == progress.in_epoch == Sums(42.0, 7.0, 14.0, 0.75)
-    assert progress.end_log_line() == {"loss": 3.0, "accuracy": 0.5, "images_per_second": 14 / 0.75}
+    assert progress.end_log_line() == {"loss": 3.0, "score": 0.5, "images_per_second": 14 / 0.75}
     progress.add(8.0, 1.0, 2.0, 0.0, 0.25)
-    assert progress.end_log_line() == {"loss": 4.0, "accuracy": 0.5, "images_per_second": 8.0}
+    assert progress.end_log_line() == {"loss": 4.0, "score": 0.5, "images_per_second": 8.0}
     assert progress.train_seconds == 1.0
     # the epoch's line is of all its steps, whatever was logged in between
     progress.add(14.0, 4.0, 0.0, 0.0, 0.0)
     means = state.end_epoch(Recipe(), None)
-    assert means == {"loss": 4.0, "accuracy": 0.75, "images_per_second": 16.0}
+    assert means == {"loss": 4.0, "score": 0.75, "images_per_second": 16.0}
     assert (progress.epoch, progress.in_epoch) == (1, Sums())
 
 
 def test_bad_batches_count_until_a_sync_point_without_any() -> None:
     progress, counts = Progress(), []
     progress.add(0.0, 0.0, 0.0, 3.0, 0.5)
-    assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
-    assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
+    assert progress.end_log_line() == {"loss": None, "score": None, "images_per_second": 0.0}
+    assert progress.end_log_line() == {"loss": None, "score": None, "images_per_second": 0.0}
     for bad in (2.0, 0.0, 1.0):
         progress.add(1.0, 0.0, 1.0, bad, 0.1)
         counts.append(progress.bad_in_a_row)
@@ -55,8 +58,8 @@ def test_the_best_validation_is_the_first_of_the_highest(patience: int | None) -
     for epoch, accuracy in enumerate([0.0, 0.7, 0.9, 0.8, 0.9], start=1):
         state.net.load_state_dict({"weight": torch.tensor([[float(epoch)]])})
         state.end_epoch(Recipe(patience=patience), validated(accuracy))
-        assert (progress.epoch, progress.val_accuracy) == (epoch, accuracy)
-    assert (progress.best_accuracy, progress.best_epoch) == (0.9, 3)
+        assert (progress.epoch, progress.score) == (epoch, accuracy)
+    assert (progress.best_score, progress.best_epoch) == (0.9, 3)
     assert state.best_weights == ({"weight": torch.tensor([[3.0]])} if patience else None)
     assert progress.stopped_by is None
 
@@ -85,7 +88,7 @@ def test_when_a_run_ends_early(
 
 
 def test_a_recipe_that_asks_for_more_goes_on() -> None:
-    progress = Progress(epoch=4, val_accuracy=0.9, best_accuracy=0.9, best_epoch=2)
+    progress = Progress(epoch=4, score=0.9, best_score=0.9, best_epoch=2)
     for recipe, flag in (
         (Recipe(target_accuracy=0.9), "--target-accuracy"),
         (Recipe(target_accuracy=0.91), None),

@@ -34,7 +34,7 @@ def test_device() -> None:
 
 
 def test_facts_are_what_has_to_be_equal() -> None:
-    images: Any = SimpleNamespace(digest="abc")
+    images: Any = SimpleNamespace(digest="abc", left_out=[])
     recipe = recipe_of(epochs=3)
     config = ResolvedConfig(RunFlags(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
     found = facts(config, world(), images)
@@ -95,7 +95,7 @@ def of_classes(tests: int = 0, **counts: int) -> Any:
     train = np.delete(np.arange(len(labels)), first)
     rows = {"train": train, "validation": np.array(first), "test": np.arange(tests)}
     return SimpleNamespace(
-        classes=[*counts], labels=labels, rows=rows, test_share=tests, split=rows.get
+        classes=[*counts], targets=labels, rows=rows, test_share=tests, split=rows.get
     )
 
 
@@ -138,13 +138,13 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
 
 
 def test_epoch_line() -> None:
-    means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
-    decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761, "recall": None})
-    assert summary.epoch_line(1, 10, means, decided) == (
+    means = {"loss": 0.51234, "score": 0.97, "images_per_second": 12345.6}
+    decided: Any = SimpleNamespace(score=0.99139, scores={"f1": 0.98761, "recall": None})
+    assert summary.epoch_line(1, 10, means, decided, "accuracy") == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
         "  recall undefined"
     )
-    assert summary.epoch_line(0, 1, {**means, "loss": None, "accuracy": None}, None) == (
+    assert summary.epoch_line(0, 1, {**means, "loss": None, "score": None}, None, "accuracy") == (
         "epoch 1/1  loss not finite  12,346 images/s"
     )
 
@@ -153,7 +153,7 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
-    outcome |= {"steps": 300}
+    outcome |= {"steps": 300, "score": "accuracy", "classes": [*"0123456789"]}
     outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
     monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
     folder = RunFolder()

@@ -169,13 +169,15 @@ def one_is_late(rank: int) -> None:
     one_leaves(rank, 1.5)
 
 
-FAULTS = (unused_parameters, other_number_of_layers, other_shape, one_leaves, one_is_late)
+FAULTS: tuple[Callable[[int], None], ...] = (
+    *(unused_parameters, other_number_of_layers, other_shape),
+    *(one_leaves, one_is_late),
+)
 
 
 def together(ports: list[int]) -> None:
     """Provoke what takes two; rank 1 ends in the middle, so what is said goes to files."""
     rank, said = int(os.environ["RANK"]), {}
-    fault: Callable[[int], None]
     for fault, port in zip(FAULTS, ports, strict=True):
         start(port, rank, 2, timeout_s=1 if fault == one_is_late else 60)
         try:

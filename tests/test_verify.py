@@ -128,7 +128,7 @@ def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
 
 def test_padded_rows_in_the_metrics_are_caught(one: Runs) -> None:
     check = proofs.metrics_are_exact(2, one["adamw"], "padding")
-    assert check.text == "2 processes: 3 of 4 splits' confusion matrices differ, must be 0"
+    assert check.text == "2 processes: 3 of 4 splits' metrics differ, must be 0"
     assert is_caught("padding", [check])
 
 

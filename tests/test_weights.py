@@ -12,6 +12,7 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.nets.ours import MODELS, VERSION, Normalised, with_test_time_augmentation
 from ddp_mnist.run import weights
+from ddp_mnist.task import Classification
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
@@ -25,7 +26,7 @@ def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    return weights.to_bytes(state("mlp"), "mlp", CLASSES, PREPARED)
+    return weights.to_bytes(state("mlp"), "mlp", Classification(CLASSES), PREPARED)
 
 
 def after_length(length: int, header: bytes) -> bytes:
@@ -49,27 +50,29 @@ def test_round_trip(name: str, dtype: torch.dtype, image_format: ImageFormat) ->
     net = MODELS[name](3, image_format.shape).to(dtype).to(memory_format=torch.channels_last)
     model = Normalised(net, image_format).eval()
     classes = ["zero", "数", "x y"]
-    content = weights.to_bytes(net.state_dict(), name, classes, image_format)
+    content = weights.to_bytes(net.state_dict(), name, Classification(classes), image_format)
     trained = weights.from_bytes(content, "run")
-    assert (trained.architecture, trained.classes) == (name, classes)
+    assert (trained.architecture, trained.task.names) == (name, classes)
     assert trained.image_format == image_format
     assert not trained.net.training
     torch.testing.assert_close(trained.net.state_dict(), model.state_dict(), rtol=0, atol=0)
     images = torch.randint(0, 256, (2, *image_format.shape), dtype=torch.uint8)
-    expected = with_test_time_augmentation(model, name)(images)
+    expected = with_test_time_augmentation(model, name, trained.task)(images)
     assert torch.allclose(trained.model(images), expected, atol=1e-5)
 
 
 def test_equal_weights_give_equal_bytes() -> None:
     """The memory format changes no byte; a weight does. test_resume.py compares processes."""
-    contents = {weights.to_bytes(state(), "cnn", CLASSES, PREPARED) for _ in range(20)}
+    contents = {
+        weights.to_bytes(state(), "cnn", Classification(CLASSES), PREPARED) for _ in range(20)
+    }
     spread = {
         name: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
         for name, tensor in state().items()
     }
-    assert contents == {weights.to_bytes(spread, "cnn", CLASSES, PREPARED)}
+    assert contents == {weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED)}
     spread["head.bias"][3] += 1e-6
-    assert weights.to_bytes(spread, "cnn", CLASSES, PREPARED) not in contents
+    assert weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
 
 
 def test_the_metadata_is_one_key_that_says_what_it_is(content: bytes, tmp_path: Path) -> None:
@@ -89,8 +92,8 @@ GARBAGE = [
     *(b"\0" * 64, b"\xff" * 64, b"PK\3\4" + b"x" * 200, b"not a model"),
     *(after_length(2, b"[]"), after_length(4, b"null"), after_length(2**62, b"{}")),
     *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
-    weights.to_bytes({}, "mlp", CLASSES, PREPARED),
-    weights.to_bytes({"count": torch.tensor([1])}, "mlp", CLASSES, PREPARED),
+    weights.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
+    weights.to_bytes({"count": torch.tensor([1])}, "mlp", Classification(CLASSES), PREPARED),
 ]
 
 

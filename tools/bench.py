@@ -33,13 +33,14 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.task import make_task
 from ddp_mnist.train import fit
 
 TEST_ROWS = 1000
 STEPS = 380  # optimizer steps in a measurement, at most: an epoch of MNIST
 TIMEOUT_S = 600.0  # of a measurement
 
-preload("ddp_mnist.train", "ddp_mnist.plain_ddp", "ddp_mnist.run.scores")
+preload("ddp_mnist.train", "ddp_mnist.plain_ddp", "ddp_mnist.metrics")
 
 
 def main() -> None:
@@ -102,7 +103,10 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
             _, seconds = train_plain(short, recipe, 0, torch.float32)
         else:
             config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
-            seconds = fit(TrainingRun(config, world, short, StopSignals()))["train_seconds"]
+            device = world.accelerator.device
+            task = make_task(recipe, short.classes, short.split("train"), device)
+            run = TrainingRun(config, world, short, task, StopSignals())
+            seconds = fit(run)["train_seconds"]
         return steps * recipe.batch_size / seconds
 
 

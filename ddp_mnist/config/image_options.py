@@ -19,11 +19,12 @@ class ImageOptions:
     test_size: float | None = None
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
+    columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:
         """Return the flags' values. Raise UsageError for a malformed --image-size."""
-        image_size, grey, test_size = flags["image_size"], flags["grey"], flags["test_size"]
+        image_size, grey, test_size = flags["image_size"], flags["grey"], flags.get("test_size")
         if image_size is None:
             return cls(None, grey, test_size)
         sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)

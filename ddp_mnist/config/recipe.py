@@ -94,6 +94,7 @@ class Recipe(Flags):
         0.1, "Share of a label spread over all classes.", least=0, below=1
     )
     loss: str | None = flag(None, "Your own loss of each image, MODULE:FUNCTION [cross entropy].")
+    task: str | None = flag(None, "Your own task, MODULE:CLASS, not classes [see the docs].")
     class_weights: str = flag(
         "none", "balanced: in training all classes count alike.", choices=("none", "balanced")
     )
@@ -108,7 +109,7 @@ class Recipe(Flags):
         None, "Stop once the validation accuracy reaches this.", above=0, most=1
     )
     patience: int | None = changeable(
-        None, "Stop after N epochs without a better validation accuracy; keep the best.", least=1
+        None, "Stop after N epochs without a better validation score; keep the best.", least=1
     )
     metrics: tuple[str, ...] = changeable(
         (), "Metrics: scikit-learn's, e.g. f1,balanced_accuracy, or MODULE:FUNCTION.", metavar="A,B"
@@ -209,7 +210,8 @@ def resolve_recipe(
         "val_size": val_size,
         "optimizer": optimizer,
         "lr": recipe.lr or lr,
-        "augment": usual.augment if recipe.augment is None else recipe.augment,
+        # A mirrored or shifted image may have other targets.
+        "augment": usual.augment and not recipe.task if recipe.augment is None else recipe.augment,
         "steps_per_epoch": steps_per_epoch,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)

@@ -9,7 +9,14 @@ from typing import Any, Self
 
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import FAULTS
-from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_fields, not_inherited
+from ddp_mnist.config.flag_fields import (
+    Flags,
+    changeable,
+    flag,
+    flag_fields,
+    not_inherited,
+    typed_flag,
+)
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import PRESETS, Recipe, ResolvedRecipe
 from ddp_mnist.errors import UsageError
@@ -69,11 +76,6 @@ class RunFlags(Flags):
         super().__post_init__()
         ImageOptions.of(vars(self))  # raises UsageError for a malformed --image-size
 
-    @property
-    def image_options(self) -> ImageOptions:
-        """The flags on how images are read."""
-        return ImageOptions.of(vars(self))
-
 
 OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution
 
@@ -130,11 +132,11 @@ class TrainConfig:
         self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
-        if self.recipe.loss and "label_smoothing" in self.explicit:
-            raise UsageError(
-                f"--label-smoothing {self.recipe.label_smoothing:g}: has no part in --loss"
-                f" {self.recipe.loss}; leave it out"
-            )
+        of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}
+        own, unused = ("task", of_classes) if self.recipe.task else ("loss", {"label_smoothing"})
+        for name in self.explicit & unused if getattr(self.recipe, own) else ():
+            typed = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
+            raise UsageError("{}: has no part in {}; leave it out".format(*typed))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ batches, the same on every rank, and Accelerate gives each rank its part of each
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ddp_mnist.data import held_out
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.seeding import generator
+from ddp_mnist.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,17 @@ class ImageData:
     name: str  # for people, e.g. mnist
     source: str  # kind and place, e.g. hub:ylecun/mnist
     digest: str  # SHA-256 of pixels, labels and class names, and of how a test was drawn
-    classes: list[str]  # their names; a label is an index into these
+    classes: list[str]  # their names; a label is an index into these. [] if targets are numbers
     image_format: ImageFormat  # how the images were prepared
     images: Tensor  # uint8 [N, C, H, W], of all splits
-    labels: Tensor  # int64 [N]
+    targets: Tensor  # int64 [N], labels; or float32 [N, columns], of a task without classes
     keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
+    left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
 
     def to_if_it_fits(self, device: torch.device) -> "ImageData":
         """Return the data set in the device's memory (55 MB for MNIST) if half of that is enough.
@@ -49,8 +51,8 @@ class ImageData:
         # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
         if device.type == "cpu" or self.images.nbytes > torch.cuda.mem_get_info(device)[0] / 2:
             return self
-        images, labels = self.images.to(device), self.labels.to(device)
-        return dataclasses.replace(self, images=images, labels=labels)
+        images, targets = self.images.to(device), self.targets.to(device)
+        return dataclasses.replace(self, images=images, targets=targets)
 
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
@@ -58,15 +60,33 @@ class ImageData:
         If the test split was drawn from train too, their number is approximate.
         """
         train = self.rows["train"]
-        keys, labels = self.keys[train], self.labels.numpy()[train]
-        held = train[held_out.validation_rows(keys, labels, val_size, bool(self.test_share))]
+        keys, strata = self.keys[train], held_out.strata(self.targets.numpy()[train])
+        held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
         rows = {"train": np.setdiff1d(train, held), "validation": held}
         return dataclasses.replace(self, rows=self.rows | rows)
+
+    def without(self, seen: Collection[int], why: str) -> "ImageData":
+        """Return the data set without the validation and test images whose keys were `seen`.
+
+        Raise DataError, which begins with `why`, if nothing is left of a split.
+        """
+        rows, careful, left_out = dict(self.rows), [*self.careful], list[int]()
+        for split in ("validation", "test"):
+            there = rows.get(split, np.arange(0))
+            is_seen = np.isin(self.keys[there], np.array([*seen], np.uint64))
+            if is_seen.any():
+                those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
+                if is_seen.all():
+                    raise DataError(f"{those}; give images that it has not seen, for {split}")
+                careful.append(f"{those}, which are left out")
+                left_out += self.keys[there[is_seen]].tolist()
+                rows[split] = there[~is_seen]
+        return dataclasses.replace(self, rows=rows, careful=careful, left_out=left_out)
 
     def split(self, name: str) -> "Rows":
         """Return the rows of train, validation or test; none of a split that there is not."""
         rows = self.rows.get(name, np.arange(0))
-        return Rows(self.images, self.labels, torch.from_numpy(rows))
+        return Rows(self.images, self.targets, torch.from_numpy(rows))
 
     def splits(self) -> tuple["Rows", "Rows", "Rows"]:
         """Return the rows to train on, to validate on and to test on."""
@@ -85,7 +105,7 @@ class ImageData:
         """Return the number of images of each class, by split, validation's in train."""
         rows = {"train": [*self.rows["train"], *self.rows.get("validation", [])]}
         rows["test"] = [*self.rows["test"]]
-        labels, count = self.labels.cpu().numpy(), len(self.classes)
+        labels, count = self.targets.cpu().numpy(), len(self.classes)
         return {s: np.bincount(labels[each], minlength=count).tolist() for s, each in rows.items()}
 
     def describe(self) -> dict[str, Any]:
@@ -107,13 +127,13 @@ class ImageData:
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """A subset of the images, read a batch at a time; `rows`=None takes all.
 
-    A batch is (images uint8 [B, C, H, W], labels int64 [B], indices int64 [B]). An index is the
+    A batch is (images uint8 [B, C, H, W], their targets, indices int64 [B]). An index is the
     position among these rows; augmentation looks up its random numbers by it.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, rows: Tensor | None = None) -> None:
-        self.images, self.labels = images, labels
-        rows = torch.arange(len(labels)) if rows is None else rows
+    def __init__(self, images: Tensor, targets: Tensor, rows: Tensor | None = None) -> None:
+        self.images, self.targets = images, targets
+        rows = torch.arange(len(targets)) if rows is None else rows
         self.rows = rows.to(images.device)
 
     def __len__(self) -> int:
@@ -123,7 +143,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         indices = torch.as_tensor(indices, device=self.rows.device)
         rows = self.rows[indices]
         # images[rows] would copy pixel by pixel: four times as long
-        return self.images.index_select(0, rows), self.labels[rows], indices
+        return self.images.index_select(0, rows), self.targets[rows], indices
 
     __getitems__ = take  # the name by which DataLoader calls it
 

@@ -24,9 +24,9 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
 from ddp_mnist.system.locks import take
 
-FORMAT = 1  # raise it if what is cached would be another; a cache of another one is built again
+FORMAT = 2  # raise it if what is cached would be another; a cache of another one is built again
 ABOUT = "about.json"  # everything but the arrays
-ARRAYS = ("images", "labels", "keys", "part", "sums")
+ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
 HASH = 8  # hex digits, of the source in a folder's name
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
@@ -112,7 +112,7 @@ def cached(
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
     """Return the folder of a source's images, read in this way."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    read_as = json.dumps([options.size, options.grey, options.for_evaluation])
+    read_as = json.dumps([options.size, options.grey, options.for_evaluation, options.columns])
     place = hashlib.sha256(os.fsencode(source.place) + read_as.encode()).hexdigest()[:HASH]
     return cache_folder(cache_dir) / f"{source.kind}-{readable}-{place}"
 
@@ -162,8 +162,6 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         for file in temporary.iterdir():  # a power cut must leave no zeros under the final name
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        for old in path.parent.glob(f"{path.name[:-HASH]}{'?' * HASH}-{'?' * HASH}"):
-            shutil.rmtree(old)  # as versions before this one named it
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
@@ -173,7 +171,8 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
 
 def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
-    where, keys, labels = f"--dataset {source.typed}", found["keys"], found["labels"]
+    where, keys = f"--dataset {source.typed}", found["keys"]
+    labels = held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
     share: float | None = None
     if "test" not in rows and options.test_size == 0:
@@ -201,7 +200,7 @@ def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
-    found |= {name: torch.from_numpy(found[name]) for name in ("images", "labels")}
+    found |= {name: torch.from_numpy(found[name]) for name in ("images", "targets")}
     return ImageData(**found, rows=rows, test_share=share)
 
 

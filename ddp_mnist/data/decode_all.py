@@ -24,7 +24,7 @@ from ddp_mnist.data.decode import (
     has_transparent_pixels,
     stored_pixels,
 )
-from ddp_mnist.data.held_out import key_of
+from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
 from ddp_mnist.data.listing import SPLITS, Listing
 from ddp_mnist.errors import DataError, first_of, printable
@@ -51,13 +51,13 @@ def decode_all(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    These are labels, int64 [N], keys, uint64 [N] (see held_out.py), the part, int8 [N] (0: train,
-    1: test, -1: cannot be read), and sums of each image's values and of their squares, uint64
-    [N, C, 2]. `tell` is called with a line when decoding begins.
+    These are targets, as in `Listing`, keys, uint64 [N] (see held_out.py), the part, int8 [N] (0:
+    train, 1: test, -1: cannot be read), and sums of each image's values and of their squares,
+    uint64 [N, C, 2]. `tell` is called with a line when decoding begins.
     Raise DataError, which names all images that cannot be read, if more than a few cannot, and
     OSError if the disk has no room.
     """
-    if not options.for_evaluation:
+    if listing.classes and not options.for_evaluation:
         listing.check_classes()
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
@@ -76,12 +76,12 @@ def decode_all(
         )
     broken = broken_files(listing, list_of_broken)
 
-    labels = np.concatenate([*listing.labels.values()])
-    parts = [np.full(len(of), SPLITS.index(split)) for split, of in listing.labels.items()]
+    targets = np.concatenate([*listing.targets.values()])
+    parts = [np.full(len(of), SPLITS.index(split)) for split, of in listing.targets.items()]
     part = np.concatenate(parts).astype(np.int8)
     part[[*listing.broken]] = -1
     rows = rows_of(part)
-    if unread := listing.labels.keys() - rows.keys():
+    if unread := listing.targets.keys() - rows.keys():
         raise DataError(
             f"{listing.where}: no image of split {unread.pop()} can be read; replace them"
         )
@@ -95,13 +95,13 @@ def decode_all(
             "shape": shape,
             "bright_on_black": is_bright_on_black,
             "digit_photos": is_bright_on_black and is_digits,
-            "characters": all(len(name) == 1 for name in listing.classes),
+            "characters": {*map(len, listing.classes)} == {1},
         },
-        "digest": digest_of(images, labels, rows, listing.classes),
+        "digest": digest_of(images, targets, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *broken, *converted],
-        "careful": warnings_about(listing, rows, keys, labels, is_plain),
+        "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
     }
-    return about, {"labels": labels, "keys": keys, "part": part, "sums": sums}
+    return about, {"targets": targets, "keys": keys, "part": part, "sums": sums}
 
 
 def rows_of(part: Array) -> Rows:
@@ -225,11 +225,11 @@ def facts_of_pixels(images: Array, rows: Rows) -> tuple[Array, Array, bool]:
     return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
 
 
-def digest_of(images: Array, labels: Array, rows: Rows, classes: list[str]) -> str:
-    """Return the SHA-256 of pixels, labels and class names, by which runs recognise a data set."""
-    digest = hashlib.sha256(json.dumps(classes).encode())
+def digest_of(images: Array, targets: Array, rows: Rows, names: list[str]) -> str:
+    """Return the SHA-256 by which runs recognise a data set: of pixels, targets and names."""
+    digest = hashlib.sha256(json.dumps(names).encode())
     for split, these in rows.items():
-        for kind, array in (("images", images), ("labels", labels)):
+        for kind, array in (("images", images), ("labels", targets)):
             shape = [len(these), *array.shape[1:]]
             digest.update(f"{split}_{kind} {array.dtype} {shape}".encode())
             for start in range(0, len(these), 1000):
@@ -257,7 +257,7 @@ def warnings_about(
         )
     plain = every[is_plain[every]]
     of_class, of_plain = (
-        np.bincount(labels[each], minlength=len(listing.classes)) for each in (every, plain)
+        np.bincount(labels[each], minlength=labels.max() + 1) for each in (every, plain)
     )
     if (of_plain > of_class / 2).any():
         those = f"{len(plain):,} of {len(every):,} images show a single colour"

@@ -11,9 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import HEIF, HEIF_FIX, image_endings, is_heif
-from ddp_mnist.data.listing import Listing, choose_splits, number_labels
+from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame, first_of, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
@@ -117,7 +119,8 @@ def list_folder(
         raise DataError("; ".join([f"{where}: holds no image that can be read", *notes]))
     if not there:
         return None
-    labels, unused = read_metadata(where, folder, [*filter(is_metadata, paths)])
+    metadata = [*filter(is_metadata, paths)]
+    labels, unused = read_metadata(where, folder, metadata, options.columns)
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
@@ -147,9 +150,12 @@ def list_folder(
     splits, more = choose_splits(found, where, options)
     for each in splits.values() if not labels else ():
         labels |= classes_of(where, each, part_of)
-    numbers, classes = number_labels(
-        {split: [labels[image] for image in each] for split, each in splits.items()}, where, "label"
-    )
+    of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
+    classes = list[str]()
+    if options.columns:
+        targets = {split: np.array(each, np.float32) for split, each in of_split.items()}
+    else:
+        targets, classes = number_labels(of_split, where, "label")
     every = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
     hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
     left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
@@ -157,7 +163,7 @@ def list_folder(
         note = f"{len(left_out):,} of {len(part_of) + len(left_out):,} images were left out"
         unused.append(f"{note}, as {printable(str(left_out[0]))}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
-    return Listing(where, cells, numbers, classes, notes + unused + more)
+    return Listing(where, cells, targets, classes, notes + unused + more)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, tuple[str, int]]:
@@ -205,27 +211,38 @@ def classes_of(
     return {image: folders[-1] for image, folders in below.items()}
 
 
-def read_metadata(where: str, folder: str, files: list[Path]) -> tuple[dict[Path, Any], list[str]]:
+def read_metadata(
+    where: str, folder: str, files: list[Path], columns: tuple[str, ...]
+) -> tuple[dict[Path, Any], list[str]]:
     """Return the label of each image that a metadata file names, and notes on files without any.
 
-    Labels are as they stand there: 007 in a CSV file is a word, and so is NA.
+    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With `columns`, it is
+    the numbers of these instead. Raise DataError for a bad row, or if these columns are missing.
     """
     labels, notes = dict[Path, Any](), list[str]()
     for file in files:
         with blame(f"{where}: {file}", DataError):
             rows = [row for row in READERS[file.suffix](Path(folder, file)) if any(row.values())]
-            column = next((name for name in LABELS if any(name in row for row in rows)), "")
-            if not column or not any("file_name" in row for row in rows):
-                notes.append(f"{file} has no columns file_name and label, and was not used")
+            there = {name for row in rows for name in row}
+            wanted = columns or tuple(name for name in LABELS if name in there)[:1]
+            if not wanted or not there >= {"file_name", *wanted}:
+                names = " and ".join(("file_name", *(columns or ("label",))))
+                notes.append(f"{file} has no columns {names}, and was not used")
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))
-                label = row.get(column)
+                label = row.get(wanted[0])
+                if columns:
+                    at = f"{where}: {file}: {image}, column"
+                    label = tuple(number_in(row.get(name), f"{at} {name}") for name in columns)
                 if labels.setdefault(image, label) != label:
                     both = f"{image} has the labels {labels[image]} and {label}"
                     raise DataError(f"{where}: {file}: {both}; decide on one")
     if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
         labels = {image: int(each) for image, each in labels.items()}
+    if columns and not labels:
+        named = ", ".join(("file_name", *columns))
+        raise DataError(f"{where}: holds no metadata.csv with the columns {named}; add one")
     return labels, notes
 
 

@@ -36,6 +36,11 @@ def validation_rows(
     return draw_by_share((keys << np.uint64(32)) | (keys >> np.uint64(32)), labels, share)
 
 
+def strata(targets: np.ndarray) -> np.ndarray:
+    """Return the labels, int64 [N], by which images are drawn; all 0 if targets are numbers."""
+    return targets if targets.ndim == 1 else np.zeros(len(targets), np.int64)
+
+
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:
     """Return the rows to hold out: those whose hash is below `share` of the range of uint64.
 

@@ -1,5 +1,7 @@
 """What a source lists: the images of each split and their labels, before anything is decoded."""
 
+import contextlib
+import math
 import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,15 +30,16 @@ class Listing:
 
     where: str  # as errors begin
     images: Mapping[str, Iterable[Cell]]  # by split; read twice: headers first, then pixels
-    labels: Mapping[str, np.ndarray]  # int64 [N] of each split, 0 <= label < len(classes)
-    classes: list[str]
+    # Of each split: labels, int64 [N], 0 <= label < len(classes), or numbers, float32 [N, columns]
+    targets: Mapping[str, np.ndarray]
+    classes: list[str]  # [] if targets are numbers
     notes: list[str]  # for the user, one sentence each
     column: str = ""  # the table's column of files or paths
     files: dict[int, str] = field(default_factory=dict)  # path by number, of those in a file
     broken: dict[int, str] = field(default_factory=dict)  # name and reason, by number
 
     def __len__(self) -> int:
-        return sum(map(len, self.labels.values()))
+        return sum(map(len, self.targets.values()))
 
     def check_classes(self) -> None:
         """Raise DataError if there are too many classes, or one, or if test has one of its own."""
@@ -47,10 +50,10 @@ class Listing:
             raise DataError(
                 f"{self.where}: {len(self.classes)} classes; give at most {MAX_CLASSES}"
             )
-        if not self.labels.keys() >= {*SPLITS}:
+        if not self.targets.keys() >= {*SPLITS}:
             return
-        test = self.labels["test"]
-        if (unseen := np.flatnonzero(~np.isin(test, self.labels["train"]))).size:
+        test = self.targets["test"]
+        if (unseen := np.flatnonzero(~np.isin(test, self.targets["train"]))).size:
             row, label = unseen[0], shown_name(self.classes[test[unseen[0]]])
             fault = f"{self.where}: class {label} has images in test (row {row}) and none in train"
             fix = "add some to train, or correct the labels"
@@ -112,6 +115,16 @@ def choose_splits(
         fix = "name a split, a folder or the files so"
         raise DataError(f"{where}: needs the split train, found: {', '.join(found)}; {fix}")
     return splits, notes
+
+
+def number_in(value: Any, at: str) -> float:
+    """Return a cell of a column of numbers. Raise DataError, which begins with `at`."""
+    found = math.nan
+    with contextlib.suppress(TypeError, ValueError):
+        found = float(value)
+    if not math.isfinite(found):
+        raise DataError(f"{at} is {value!r}; give a finite number")
+    return found
 
 
 def number_labels(

@@ -39,6 +39,12 @@ class Source:
         Raise DataError if they cannot be read, or StorageError if the disk has no space to unpack
         them.
         """
+        found, where = self._listing(options), f"--dataset {self.typed}"
+        if options.columns and found.classes:
+            raise errors.DataError(f"{where}: has classes, and no {', '.join(options.columns)}")
+        return found
+
+    def _listing(self, options: ImageOptions) -> Listing:
         where = f"--dataset {self.typed}"
         if self.kind == "hub":
             return tables.list_hub(self.place, where, options)

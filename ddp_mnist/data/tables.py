@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_labels
+from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame, causes, joined, reason
 from ddp_mnist.system.deadline import with_deadline
 
@@ -127,31 +129,55 @@ def list_table(
     if options.for_evaluation and not len(splits.get("train", "none")):
         del splits["train"]
     first, last = next(iter(splits.values())), [*splits.values()][-1]
-    image_column, label_column, unused = find_columns(first, where)
-    for column in (image_column, label_column):
+    image_column, targets_in, unused = find_columns(first, where, options.columns)
+    for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
             fault = f"{where}: column {column} is {kind} in train and {other} in test"
             raise DataError(f"{fault}; give both the same type and the same names")
-    labels = dict[str, list[Any]]()
+    found = dict[str, list[list[Any]]]()
     for split, rows in splits.items():
         if len(rows) == 0:
             raise DataError(f"{where}: split {split} has no rows; check its files")
-        labels[split] = rows.with_format("arrow")[:].column(label_column).to_pylist()
-    names = getattr(first.features[label_column], "names", [])  # of a ClassLabel
-    numbers, classes = number_labels(labels, where, label_column, names)
+        read = rows.with_format("arrow")[:]
+        found[split] = [read.column(column).to_pylist() for column in targets_in]
+    if options.columns:
+        targets, classes = numbers_in(found, where, targets_in), list[str]()
+    else:
+        names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
+        labels = {split: column for split, [column] in found.items()}
+        targets, classes = number_labels(labels, where, targets_in[0], names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
-    return Listing(where, cells, numbers, classes, notes + unused, image_column)
+    return Listing(where, cells, targets, classes, notes + unused, image_column)
 
 
-def find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
-    """Return the names of the image column and of the label column, and notes on unused ones.
+def numbers_in(
+    found: dict[str, list[list[Any]]], where: str, columns: list[str]
+) -> dict[str, np.ndarray]:
+    """Return the columns of each split as float32 [N, columns]. Raise DataError for a bad cell."""
+    return {
+        split: np.array(
+            [
+                [number_in(x, f"{where}: split {split}, column {name}: row {n}") for n, x in rows]
+                for name, rows in zip(columns, map(enumerate, each), strict=True)
+            ],
+            np.float32,
+        ).T
+        for split, each in found.items()
+    }
 
-    If several qualify, the first in the order of NAMES is used, else the first in the table.
+
+def find_columns(
+    rows: Any, where: str, columns: tuple[str, ...] = ()
+) -> tuple[str, list[str], list[str]]:
+    """Return the names of the image column and of those with the targets, and notes on unused ones.
+
+    The targets are in `columns`, else in a label column. If several qualify, the first in the order
+    of NAMES is used, else the first in the table.
     """
     from datasets import ClassLabel, Image
 
-    found: dict[str, list[str]] = {"image": [], "label": []}
+    found: dict[str, list[str]] = {what: [] for what in ("image", *(columns or ("label",)))}
     for name, kind in rows.features.items():
         # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
         # have their files' bytes, or their paths.
@@ -164,17 +190,19 @@ def find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
         is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
         if is_image or (is_plain and name in NAMES["image"]):
             found["image"].append(name)
-        if isinstance(kind, ClassLabel) or name in NAMES["label"]:
+        if name in columns:
+            found[name].append(name)
+        elif not columns and (isinstance(kind, ClassLabel) or name in NAMES["label"]):
             found["label"].append(name)
     notes = []
-    for what, columns in found.items():
-        if not columns:
+    for what, names in found.items():
+        if not names:
             among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
             raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
-        columns.sort(key=lambda name: [*NAMES[what], name].index(name))
-        if others := ", ".join(columns[1:]):
-            notes.append(f"{what}s are those of column {columns[0]}; not used: {others}")
-    return found["image"][0], found["label"][0], notes
+        names.sort(key=lambda name: [*NAMES.get(what, ()), name].index(name))
+        if others := ", ".join(names[1:]):
+            notes.append(f"{what}s are those of column {names[0]}; not used: {others}")
+    return found.pop("image")[0], [names[0] for names in found.values()], notes
 
 
 @dataclass

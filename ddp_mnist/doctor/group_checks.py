@@ -20,7 +20,6 @@ from ddp_mnist import train
 from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
@@ -31,6 +30,7 @@ from ddp_mnist.run.console import count
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
+from ddp_mnist.task import make_task
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
@@ -131,8 +131,7 @@ def machines_alone(group: Group) -> list[CheckResult]:
 def same_everywhere(group: Group) -> list[CheckResult]:
     """Check that versions, code and data agree: if they differed, DDP would train on silently."""
     dataset = group.options.dataset
-    image_options = ImageOptions(test_size=group.options.test_size)
-    images = cache.cached(dataset, group.options.cache_dir, image_options)
+    images = cache.cached(dataset, group.options.cache_dir)
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if must_equal(name)]
     mine = {
         **package_versions(),
@@ -254,8 +253,11 @@ def training(group: Group) -> list[CheckResult]:
     images = cache.load("digits", group.options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.rows["train"]), group.size)
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
+    images = images.hold_out(recipe.val_size)
+    device = group.world.accelerator.device
+    task = make_task(recipe, images.classes, images.split("train"), device)
     with listen() as stop:
-        run = TrainingRun(config, group.world, images.hold_out(recipe.val_size), stop)
+        run = TrainingRun(config, group.world, images, task, stop)
         summary = train.fit(run)
     group.world.accelerator.free_memory()
     digests = group.gather(digest_of(run.state.net))

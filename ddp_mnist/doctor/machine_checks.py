@@ -15,7 +15,6 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.nodes import DEFAULT_PORT
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import count
@@ -155,15 +154,13 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
     """
     source = sources.find_source(options.dataset)
     name, place = source.name, (options.dataset, options.cache_dir)
-    image_options = ImageOptions(test_size=options.test_size)
     try:
         if source.kind == "folder" and not dist.is_initialized():
-            cache.load(*place, image_options)
-        if cache.cached(*place, image_options):
+            cache.load(*place)
+        if cache.cached(*place):
             yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
-            drawn = f" --test-size {options.test_size:g}" if options.test_size else ""
-            fix = f"run ddp-mnist prepare --dataset {options.dataset}{drawn} on each machine"
+            fix = f"run ddp-mnist prepare --dataset {options.dataset} on each machine"
             yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":
             yield passed("data", f"{name} is on this machine")

@@ -1,43 +1,45 @@
 """Every net that --model can name: ours, torchvision's, or a class in the user's own file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddp_mnist.config import own_code
 from ddp_mnist.data.image_format import ImageFormat, Shape
 from ddp_mnist.errors import UsageError, blame, did_you_mean
-from ddp_mnist.nets import own_code
 from ddp_mnist.nets.initial_weights import FROM_TENSORFLOW, load_weights
 from ddp_mnist.nets.ours import MODELS, GreyAsColour, Normalised, is_known
+from ddp_mnist.task import Task
 
 Factory = Callable[[int, Shape], nn.Module]
 
 
 def build_net(
-    name: str, classes: Sequence[str], image_format: ImageFormat, weights: str | None = None
+    name: str, task: Task, image_format: ImageFormat, weights: str | None = None
 ) -> Normalised:
-    """Return the net `name`, which takes a data set's pixels and returns logits [B, classes].
+    """Return the net `name`, which takes a data set's pixels and returns the task's outputs.
 
-    The pixels are uint8 [B, C, H, W]. The weights are new, or those of --weights: see
-    `load_weights`. Raise UsageError for a user's net that cannot be made.
+    The pixels are uint8 [B, C, H, W], the outputs float [B, outputs]: of classes, logits. The
+    weights are new, or those of --weights: see `load_weights`. Raise UsageError for a user's net
+    that cannot be made.
     """
     shape, make = image_format.shape, factory_of(name)
-    fix = "it is called with the number of classes and (channels, height, width)"
+    fix = "it is called with the number of outputs and (channels, height, width)"
     with blame(f"--model {name}", UsageError, fix):
-        net = make(len(classes), shape)
+        net = make(task.outputs, shape)
         model = Normalised(net, image_format)
         if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
             with torch.no_grad():
                 model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
     if weights:
-        load_weights(net, name, weights, classes)
+        load_weights(net, name, weights, task)
     return model.train()
 
 
 def factory_of(name: str) -> Factory:
-    """Return the net's factory, to be called with the number of classes and an image's shape.
+    """Return the net's factory, to be called with the number of outputs and an image's shape.
 
     Raise UsageError if the net does not exist, or its file cannot be imported.
     """
@@ -75,10 +77,10 @@ def from_torchvision(name: str) -> Factory:
     if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
         options |= {"aux_logits": False, "init_weights": True}
 
-    def make(classes: int, shape: Shape) -> nn.Module:
+    def make(outputs: int, shape: Shape) -> nn.Module:
         if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
             options["image_size"] = shape[1]  # else 224, and the net takes no other size
-        net: nn.Module = models.get_model(name, num_classes=classes, **options)
+        net: nn.Module = models.get_model(name, num_classes=outputs, **options)
         return net if shape[0] == 3 else GreyAsColour(net)
 
     return make

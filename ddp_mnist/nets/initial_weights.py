@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.ours import GreyAsColour
 from ddp_mnist.system.locks import take
+from ddp_mnist.task import Task
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -83,7 +83,7 @@ def normalised_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) 
 # --- Load them into the net
 
 
-def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str]) -> str:
+def load_weights(net: nn.Module, model: str, weights: str, task: Task) -> str:
     """Load the tensors of --weights into the net of --model. Return their origin, in words.
 
     If they were made for other classes, the net's last layer (the one registered last) keeps its
@@ -105,7 +105,7 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
 
     layer = [*own][-1].rpartition(".")[0]
     last = [key for key in own if key.rpartition(".")[0] == layer]
-    initialise_again = made_for not in (None, [*classes])
+    initialise_again = made_for not in (None, task.names)
     for key in own | given:
         mine, theirs = (list(t[key].shape) if key in t else "missing" for t in (own, given))
         if mine == theirs:
@@ -116,11 +116,10 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
             )
         initialise_again = True
     if initialise_again:
-        if any(own[key].shape[:1] != (len(classes),) for key in last):
+        if any(own[key].shape[:1] != (task.outputs,) for key in last):
             raise UsageError(
-                f"--weights {weights}: was made for other classes, and the net's last layer,"
-                f" {layer}, does not give the {len(classes)}; define the layer that gives the"
-                " logits last"
+                f"--weights {weights}: was made for other outputs, and the net's last layer,"
+                f" {layer}, does not give the {task.outputs}; define the layer that gives them last"
             )
         given = {key: given[key] for key in given if key not in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat, Shape
+from ddp_mnist.task import Classification, Task
 
 # Raise it when a net's results change for the same weights; older files are then refused.
 VERSION = 4
@@ -163,9 +164,12 @@ def is_known(name: str) -> bool:
 # --- At test time
 
 
-def with_test_time_augmentation(net: nn.Module, name: str) -> nn.Module:
-    """Return the net `name` as it is evaluated and used: cnn_deep gets several views."""
-    return ShiftedViews(net) if name == "cnn_deep" else net
+def with_test_time_augmentation(net: nn.Module, name: str, task: Task) -> nn.Module:
+    """Return the net `name` as it is evaluated and used: cnn_deep gets several views of a class.
+
+    Numbers may change with a view.
+    """
+    return ShiftedViews(net) if name == "cnn_deep" and isinstance(task, Classification) else net
 
 
 class ShiftedViews(nn.Module):

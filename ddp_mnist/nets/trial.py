@@ -1,4 +1,4 @@
-"""Try a net and a loss, forward and backward, before a run begins; a failure is one line."""
+"""Try a net and a task, forward and backward, before a run begins; a failure is one line."""
 
 import contextlib
 import pickle
@@ -12,11 +12,12 @@ from ddp_mnist.data.image_format import Shape
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.ours import Normalised
+from ddp_mnist.task import Task
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
 
 
-def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
+def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
     `at_once` is how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
@@ -25,14 +26,14 @@ def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int
     if lacks_parameters(model.net):
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
     for batch in (3, 1):  # as in an epoch's last batch, or predict's only one
-        try_net(model.eval(), name, classes, (batch, *shape))
+        try_net(model.eval(), name, outputs, (batch, *shape))
     in_training = (2, 1) if at_once == 1 else (2,)
     for batch in in_training:
-        try_net(model.train(), name, classes, (batch, *shape))
+        try_net(model.train(), name, outputs, (batch, *shape))
     for key, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             raise UsageError(
-                f"--model {name}: {key} has no part in the logits; use it in forward, or remove it"
+                f"--model {name}: {key} has no part in the outputs; use it in forward, or remove it"
             )
 
 
@@ -45,51 +46,52 @@ def lacks_parameters(net: nn.Module) -> bool:
     return hidden or not [*net.parameters()]
 
 
-def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -> None:
-    """Compute the logits [B, classes] of black images [B, C, H, W], and in training a backward.
+def try_net(model: nn.Module, name: str, outputs: int, shape: tuple[int, ...]) -> None:
+    """Compute the outputs [B, outputs] of black images [B, C, H, W], and in training a backward.
 
     Raise UsageError if the net fails, or returns something else.
     """
     mode = "in training " if model.training else ""
     typed = f"--model {name}, {mode}on images {list(shape)}"
     with blame(typed, UsageError, FIX), torch.set_grad_enabled(model.training):
-        logits = model(torch.zeros(shape, dtype=torch.uint8))
+        found = model(torch.zeros(shape, dtype=torch.uint8))
         if model.training:
-            logits.sum().backward()
-    given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if given != [shape[0], classes]:
+            found.sum().backward()
+    given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if given != [shape[0], outputs]:
         raise UsageError(
-            f"{typed}: gives {given}, must be logits [{shape[0]}, {classes}]; correct its last"
-            " layer and keep the images apart"
+            f"{typed}: gives {given}, must be [{shape[0]}, {outputs}]; correct its last layer and"
+            " keep the images apart"
         )
 
 
-def check_loss(
-    losses_of: Callable[[Tensor, Tensor], Tensor], name: str, classes: int, device: torch.device
-) -> None:
-    """Raise UsageError unless --loss gives each image's loss, and the logits a gradient.
+def check_task(task: Task, typed: str, targets: Tensor) -> None:
+    """Raise UsageError unless the task gives each image's loss and score, the outputs a gradient.
 
-    The trial runs on the training's device, as constants in the user's file may be on a different
-    one.
+    `typed` names it as the user did. The trial runs where the targets of some images are, as
+    constants in the user's file may be on another device.
     """
-    for batch in (3, 1):
-        logits = torch.linspace(-2, 2, batch * classes, device=device).view(batch, classes)
-        labels = torch.arange(batch, device=device) % classes
-        typed = f"--loss {name}, on logits {list(logits.shape)} and labels [{batch}]"
-        with blame(typed, UsageError):
+    device = targets.device
+    for some in (targets[:3], targets[:1]):
+        outputs = torch.linspace(-2, 2, len(some) * task.outputs, device=device)
+        outputs = outputs.view(len(some), task.outputs)
+        on = f"{typed}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
+        with blame(on, UsageError):
             seed_forward(device, "trial")
-            losses = torch.as_tensor(losses_of(logits.requires_grad_(), labels))
-            if not losses.is_floating_point() or losses.shape != labels.shape:
-                raise UsageError(
-                    f"{typed}: gives {losses.tolist()}; give the float loss of each image, not"
-                    " their mean: e.g. reduction='none'"
-                )
+            losses = torch.as_tensor(task.loss(outputs.requires_grad_(), some))
+            scores = torch.as_tensor(task.score(task.predict(outputs.detach()), some))
+            for name, each in {"loss": losses, "score": scores}.items():
+                if each.shape != some.shape[:1] or not losses.is_floating_point():
+                    raise UsageError(
+                        f"{on}: gives the {name} {each.tolist()}; give the float {name} of each"
+                        " image, not their mean: e.g. reduction='none'"
+                    )
             losses.sum().backward()
             seed_forward(device, "trial")
-            again = torch.as_tensor(losses_of(logits, labels))
+            again = torch.as_tensor(task.loss(outputs, some))
             if not torch.allclose(again, losses, rtol=1e-5, atol=1e-6, equal_nan=True):
                 raise UsageError(
-                    f"{typed}: gives others at a second call, so a resumed run would differ; keep"
+                    f"{on}: gives others at a second call, so a resumed run would differ; keep"
                     " nothing between calls; draw from a default generator (torch, NumPy, random)"
                 )
 

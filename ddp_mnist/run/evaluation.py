@@ -1,7 +1,7 @@
 """Exact metrics of a split on any number of processes.
 
-Predictions and labels are gathered as integers, and rank 0 counts them with a class that derives
-from `evaluate.Metric`. Neither the Hub nor a lock file is involved; the rows are counted.
+Predictions and targets are gathered, and the task counts them on rank 0: classes with a class that
+derives from `evaluate.Metric`. Neither the Hub nor a lock file is involved; the rows are counted.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.device import without_tf32
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
-from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run.console import warn
+from ddp_mnist.task import Task
 
 CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
 MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
@@ -34,17 +34,24 @@ MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
 class Metrics:
     """The metrics of a split."""
 
-    accuracy: float  # share of rows whose highest logit is the label's
-    loss: float  # mean of --loss, or of cross-entropy without label smoothing, in nats
+    name: str  # of the score
+    score: float  # mean over the rows: of classes the accuracy, the share of them that is right
+    loss: float  # mean over the rows: of cross-entropy without label smoothing, in nats
     count: int  # rows, each counted once
-    confusion: list[list[int]]  # confusion[label][prediction] = rows
-    class_accuracy: list[float | None]  # share correct, per class; None without a row
     # The values of --metrics, by name; None for one that these images leave undefined.
     scores: dict[str, float | None] = field(default_factory=dict)
+    # Of classes: confusion[label][prediction] = rows, and class_accuracy[label], the share that is
+    # right, None without a row
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its entries in the output of `evaluate`."""
+        numbers = {self.name: self.score, "loss": self.loss, "count": self.count}
+        return {**numbers, **self.details, "scores": self.scores}
 
     def as_log_line(self, split: str) -> dict[str, float | None]:
         """Return its entries in metrics.jsonl: val_accuracy, val_loss, val_f1 ..."""
-        numbers = {"accuracy": self.accuracy, "loss": self.loss, **self.scores}
+        numbers = {self.name: self.score, "loss": self.loss, **self.scores}
         return {f"{split}_{name}": number for name, number in numbers.items()}
 
 
@@ -100,7 +107,7 @@ def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
 
 def check_scores(names: Sequence[str]) -> None:
     """Raise UsageError if a name in --metrics is not a metric."""
-    from ddp_mnist.run.scores import find_score
+    from ddp_mnist.metrics import find_score
 
     for name in names:
         find_score(name)
@@ -113,7 +120,7 @@ def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
     none would notice a signal or a lost peer.
     """
     if accelerator.is_main_process:
-        module = ("ddp_mnist.run.scores",)
+        module = ("ddp_mnist.metrics",)
         threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
 
 
@@ -122,53 +129,38 @@ def evaluate_split(
     accelerator: Accelerator,
     model: nn.Module,
     loader: DataLoader[Any],
-    classes: int,
+    task: Task,
     stop: StopSignals | None = None,
-    scores: Sequence[str] = (),
-    loss: str | None = None,
 ) -> Metrics:
     """Run the model over the whole split, a loader from `make_eval_loader`.
 
-    Return the same Metrics on every rank; `scores` are the names given to --metrics, and `loss` is
-    the function given to --loss. Raise RuntimeError unless every row was counted exactly once. With
-    `stop`, all ranks check after each batch whether any of them got a stop signal, and raise as
-    `StopSignals.save_and_exit_if` does.
+    Return the same Metrics on every rank. Raise RuntimeError unless every row was counted exactly
+    once. With `stop`, all ranks check after each batch whether any of them got a stop signal, and
+    raise as `StopSignals.save_and_exit_if` does.
     """
-    was_training, losses_of = model.training, image_losses(loss)
+    was_training = model.training
     model.eval()
     gathered = []
-    for images, labels, _ in loader:
+    for images, targets, _ in loader:
         with without_tf32():
-            logits = model(images)
-        losses = losses_of(logits, labels).double()
+            outputs = model(images)
+        losses = task.loss(outputs, targets).double()
         # The last batch is padded with repeated rows so that all ranks get equally many;
         # gather_for_metrics drops these again.
-        gathered.append(accelerator.gather_for_metrics((labels, logits.argmax(1), losses)))
+        gathered.append(accelerator.gather_for_metrics((targets, task.predict(outputs), losses)))
         if stop:
             stop.ask(accelerator)
     model.train(was_training)
 
-    labels, predictions, losses = (torch.cat(part) for part in zip(*gathered, strict=True))
+    targets, predictions, losses = (torch.cat(part).cpu() for part in zip(*gathered, strict=True))
     rows = len(loader.dataset)  # type: ignore[arg-type]
-    if len(labels) != rows:
-        raise RuntimeError(f"counted {len(labels)} rows of a split of {rows}: wrong metrics")
+    if len(targets) != rows:
+        raise RuntimeError(f"counted {len(targets)} rows of a split of {rows}: wrong metrics")
     counted = b""
     if accelerator.is_main_process:
-        metrics = summarise(labels, predictions, losses, classes, scores)
+        loss = losses.sum().item() / rows
+        if not math.isfinite(loss):
+            warn(f"the mean loss of {rows:,} images is {loss}, null in files")
+        metrics = Metrics(task.name, loss=loss, count=rows, **task.count(predictions, targets))
         counted = json.dumps(dataclasses.asdict(metrics)).encode()
     return Metrics(**json.loads(broadcast_bytes(accelerator, counted)))
-
-
-def summarise(
-    labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str]
-) -> Metrics:
-    """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
-    from ddp_mnist.run.scores import classification_metrics
-
-    counted = classification_metrics(
-        predictions.cpu().numpy(), labels.cpu().numpy(), classes, scores
-    )
-    loss = losses.sum().item() / len(losses)
-    if not math.isfinite(loss):
-        warn(f"the mean loss of {len(losses):,} images is {loss}, null in files")
-    return Metrics(loss=loss, count=len(labels), **counted)

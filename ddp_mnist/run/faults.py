@@ -103,7 +103,7 @@ def count_padding(accelerator: Accelerator, _: Store) -> None:
         if size := loader.batch_size:  # None in training: the sampler makes the batches
             rows: Any = loader.dataset
             filled_up = torch.arange(-(-len(rows) // size) * size, device=rows.rows.device)
-            padded = Rows(rows.images, rows.labels, rows.rows[filled_up % len(rows)])
+            padded = Rows(rows.images, rows.targets, rows.rows[filled_up % len(rows)])
             loader = make_loader(padded, batch_size=size)
         return prepare(loader, **options)
 

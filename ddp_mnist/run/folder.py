@@ -14,6 +14,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any, Self
 
+import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
@@ -258,6 +259,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content
+
+
+def trained_on(run: str | Path) -> np.ndarray:
+    """Return the keys of the images that a run was trained on; none if they are not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return np.asarray(np.load(Path(run) / TRAINED_ON, allow_pickle=False))
+    return np.zeros(0, np.uint64)
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:

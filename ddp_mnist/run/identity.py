@@ -9,7 +9,7 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.run.versions import code_digest, own_digests, package_versions
 
-FORMAT = 10  # of config.json and of checkpoints; a different one cannot be resumed
+FORMAT = 11  # of config.json and of checkpoints; a different one cannot be resumed
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 
 
@@ -50,6 +50,7 @@ def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, 
     }
     own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
     others = {"--compile": world.compiled_by, "the data's digest": images.digest}
+    others |= {"the images that --weights has seen": str(sum(images.left_out))}
     return flags | others | own_code | in_effect(world)
 
 

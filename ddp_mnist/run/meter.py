@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.run.state import Progress
+from ddp_mnist.task import Task
 
 # Without --checkpoint-every: at least so many steps, and so many seconds of training, between two
 # checkpoints.
@@ -24,11 +25,12 @@ class Meter:
     """
 
     def __init__(
-        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe
+        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe, task: Task
     ) -> None:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
+        self.task = task
         self.losses: list[Tensor] = []
-        self.correct: list[Tensor] = []
+        self.scores: list[Tensor] = []
         self.images_per_batch = 0
         self.last_sync = self.last_save = progress.step
         self.next_sync_step = progress.step + 1  # the same on all ranks
@@ -57,11 +59,11 @@ class Meter:
         self.last_save = self.progress.step
         self.restart_clock()
 
-    def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Note a batch: its mean loss, a scalar, logits [B, classes] and int64 labels [B]."""
+    def update(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Note a batch: its mean loss, a scalar, its outputs [B, outputs] and its targets."""
         self.losses.append(loss.detach())
-        self.correct.append((logits.detach().argmax(1) == labels).sum())
-        self.images_per_batch = len(labels)
+        self.scores.append(self.task.score(self.task.predict(outputs.detach()), targets).sum())
+        self.images_per_batch = len(targets)
 
     def sync(self, stop_requests: list[float]) -> list[float]:
         """Add all ranks' counts to their progress, and plan the next sync point.
@@ -69,15 +71,15 @@ class Meter:
         Return the sums over all ranks of `stop_requests`, which are this rank's. Raise
         DivergedError, on all ranks alike.
         """
-        sums = sum_up(self.losses, self.correct, self.images_per_batch)
+        sums = sum_up(self.losses, self.scores, self.images_per_batch)
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
-        loss, correct, seen, bad, *requests, steps_per_s = reduced
+        loss, score, seen, bad, *requests, steps_per_s = reduced
         self.losses.clear()
-        self.correct.clear()
+        self.scores.clear()
         step, seconds = self.progress.step, time.monotonic() - self.clock
         self.restart_clock()
-        self.progress.add(loss, correct, seen, bad, seconds)
+        self.progress.add(loss, score, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
         self.agreed_steps_per_s = steps_per_s / self.accelerator.num_processes
         self.next_sync_step = step + max(1, int(self.agreed_steps_per_s))
@@ -87,16 +89,16 @@ class Meter:
         return requests
 
 
-def sum_up(losses: list[Tensor], correct: list[Tensor], images_per_batch: int) -> Tensor:
-    """Return float64 [loss, correct, seen, bad] over batches, without a sync of the device.
+def sum_up(losses: list[Tensor], scores: list[Tensor], images_per_batch: int) -> Tensor:
+    """Return float64 [loss, score, seen, bad] over batches, without a sync of the device.
 
-    A batch of `images_per_batch` images on this rank has two scalars, its mean loss and its number
-    of correct predictions. A batch whose loss is not finite counts as bad and is left out of the
-    other sums. Rounded to 2**-30, sums are exact, and therefore equal however a run was divided.
+    A batch of `images_per_batch` images on this rank has two scalars, its mean loss and the sum of
+    its scores. A batch whose loss is not finite counts as bad and is left out of the other sums.
+    Rounded to 2**-30, sums are exact, and therefore equal however a run was divided.
     """
     loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)
-    loss_sums = (torch.where(finite, loss * images_per_batch, 0.0) * 2**30).round() / 2**30
-    counted = torch.where(finite, torch.stack(correct), 0).sum().double()
+    both = torch.stack([loss * images_per_batch, torch.stack(scores).double()])
+    loss_sum, score_sum = ((torch.where(finite, both, 0.0) * 2**30).round() / 2**30).sum(1)
     seen = finite.sum() * float(images_per_batch)
-    return torch.stack([loss_sums.sum(), counted, seen, (~finite).sum().double()])
+    return torch.stack([loss_sum, score_sum, seen, (~finite).sum().double()])

@@ -6,6 +6,7 @@ communicate, have to be given each time.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ddp_mnist.run.folder import (
     without_link,
 )
 from ddp_mnist.run.identity import FORMAT, OF_THE_RESULT, Identity
+from ddp_mnist.task import options_of
 
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 MUST_EQUAL = [field.name for g in (RunFlags, Recipe) for field in flag_fields(g, "must equal")]
@@ -41,6 +43,7 @@ class EarlierRun:
     run_id: str
     digest: str  # of its images
     flags: dict[str, Any]  # its RunFlags and its resolved recipe, by field name
+    left_out: Sequence[int] = ()  # keys of images that its --weights had seen
     finished: str = ""  # the line to print if nothing is left to do
 
 
@@ -71,7 +74,8 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
                 f" {written['format']}, this is {FORMAT}); resume it with that, or start a new run"
             )
         flags = written["run"] | written["recipe"]
-        found = EarlierRun(str(path), written["run_id"], written["digest"], flags)
+        left_out = written["left_out"]
+        found = EarlierRun(str(path), written["run_id"], written["digest"], flags, left_out)
         now = inherit(config, found)
         typed = flag_values(now.run) | flag_values(now.recipe)
         for name in MUST_EQUAL:
@@ -79,7 +83,7 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
         if state != "finished" or wants_more(now.recipe, flags):
             return asdict(found)
         if from_anywhere(now.run.dataset) != flags["dataset"]:  # the same images may have moved
-            images = cache.load(now.run.dataset, now.run.cache_dir, now.run.image_options)
+            images = cache.load(now.run.dataset, now.run.cache_dir, options_of(typed))
             check_same_images(now.run.dataset, images.digest, found)
         return asdict(found) | {"finished": has_finished(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -114,9 +118,10 @@ def has_finished(path: Path) -> str:
     summary = read_json(path / SUMMARY)
     stopped_by = summary["stopped_by"]
     early = f", stopped by {stopped_by}" if stopped_by else ""
+    name = summary["score"]
     return (
-        f"{path}: finished already, after epoch {summary['epochs']}{early}, test accuracy"
-        f" {summary['test_accuracy']:.4f}; to train longer, change {stopped_by or '--epochs'}"
+        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name}"
+        f" {summary['test_' + name]:.4f}; to train longer, change {stopped_by or '--epochs'}"
     )
 
 

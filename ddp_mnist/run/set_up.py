@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,18 +27,18 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
-from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.nets.ours import is_known
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.faults import inject
-from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
+from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
 from ddp_mnist.run.identity import FORMAT, facts, identify
 from ddp_mnist.run.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.system.limits import bound_together
+from ddp_mnist.task import Classification, Task, find_task, make_task, options_of
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -62,15 +63,15 @@ def set_up_run(
             console.print(found.finished)
             yield None
             return
-        config, images = resolve_and_load(config, world, console, found)
+        config, images, task = resolve_and_load(config, world, console, found)
         check_same(world.store, facts(config, world, images))
         if config.run.dry_run:
-            console.print(summary.plan(config, world, images, None))
+            console.print(summary.plan(config, world, images, task, None))
             yield None
             return
-        run = TrainingRun(inject(config, world), world, images, stop, folder, console)
+        run = TrainingRun(inject(config, world), world, images, task, stop, folder, console)
         open_folder(run, found)
-        console.print(summary.plan(config, world, images, folder.path))
+        console.print(summary.plan(config, world, images, task, folder.path))
         with (
             tracking.tracked(config, folder, world),
             profiled(world.accelerator, config.run.profile, run.where) as run.profile,
@@ -86,8 +87,8 @@ def set_up_run(
 
 def resolve_and_load(
     config: TrainConfig, world: World, console: Console, found: EarlierRun | None
-) -> tuple[ResolvedConfig, ImageData]:
-    """Return the flags, with the recipe resolved for this data and world size, and the data.
+) -> tuple[ResolvedConfig, ImageData, Task]:
+    """Return the flags, with the recipe resolved for this data and world size, the data, the task.
 
     A resumed run keeps its original settings, except those typed on the command line.
     """
@@ -115,16 +116,20 @@ def resolve_and_load(
     flags = (run, config.distribution, config.explicit, config.resumes)
     resolved = ResolvedConfig(*flags, recipe=recipe)
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
-    if taken := check_net(resolved, images, recipe.batch_size // sharers):
+    seen = found.left_out if found else seen_by(recipe.weights)
+    images = images.without(seen, f"--weights {recipe.weights} was trained on some")
+    device, train = world.accelerator.device, images.split("train")
+    task = make_task(recipe, images.classes, train, device)
+    if taken := check_net(resolved, images, task, recipe.batch_size // sharers):
         console.print(f"weights    {taken}")
     if not is_known(recipe.model):
-        make = partial(build_net, recipe.model, images.classes, images.image_format)
+        make = partial(build_net, recipe.model, task, images.image_format)
         if lost := trial.check_state(make, recipe.model, images.image_format.shape):
             images = replace(images, careful=[*images.careful, lost])
-    if recipe.loss:
-        loss, device = image_losses(recipe.loss), world.accelerator.device
-        trial.check_loss(loss, recipe.loss, len(images.classes), device)
-    return resolved, images
+    if recipe.loss or recipe.task:
+        typed = f"--task {recipe.task}" if recipe.task else f"--loss {recipe.loss}"
+        trial.check_task(task, typed, train.take([*range(min(3, len(train)))])[1].to(device))
+    return resolved, images, task
 
 
 def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "WeightsEnum | None"]:
@@ -136,7 +141,9 @@ def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "Weight
     recipe = config.recipe
     if recipe.model:
         factory_of(recipe.model)
-    image_losses(recipe.loss)
+    Classification([], recipe.loss)
+    if recipe.task:
+        find_task(recipe.task)
     named = initial_weights.find_named(recipe.model or "the default net", recipe.weights)
     if named:
         image_size = config.run.image_size or str(initial_weights.size_of(named))
@@ -152,12 +159,11 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
 
     Rank 0 decides what `auto` means.
     """
-    flags = config.run
+    flags, options = config.run, options_of(vars(config.run) | vars(config.recipe))
     name, notes = store.broadcast_from_rank0(
         "dataset",
-        lambda: cache.choose(flags.dataset, flags.cache_dir, flags.image_options, console.print),
+        lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print),
     )
-    options = flags.image_options
     images = cache.load(name, flags.cache_dir, options, log=console.print)
     if "test_size" in config.explicit and not images.test_share:
         typed = f"--test-size {options.test_size:g}: --dataset {name}"
@@ -171,15 +177,24 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
     return name, replace(images, warnings=warnings)
 
 
-def check_net(config: ResolvedConfig, images: ImageData, at_once: int) -> str:
+def seen_by(weights: str | None) -> np.ndarray:
+    """Return the keys of the images that the weights were trained on, if a run of ours made them.
+
+    They lie beside model.safetensors, or in the folder above that of an export.
+    """
+    places = [*Path(weights).absolute().parents][:2] if weights else []
+    return np.concatenate([np.zeros(0, np.uint64), *map(trained_on, places)])
+
+
+def check_net(config: ResolvedConfig, images: ImageData, task: Task, at_once: int) -> str:
     """Build the net once and discard it, so that errors surface before the run folder exists.
 
     Return, in words, the origin of its weights if --weights is given. Raise as `build_net` and
     `trial.check` do, or UsageError for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe = config.recipe
-    net = build_net(recipe.model, images.classes, images.image_format)
-    trial.check(net, recipe.model, len(images.classes), images.image_format.shape, at_once)
+    net = build_net(recipe.model, task, images.image_format)
+    trial.check(net, recipe.model, task.outputs, images.image_format.shape, at_once)
     if (config.distribution.sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         typed = "--sync-bn" if config.distribution.sync_bn else "--inject batchnorm"
         raise UsageError(
@@ -187,9 +202,7 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int) -> str:
         )
     if config.initial_weights is None:
         return ""
-    return initial_weights.load_weights(
-        net.net, recipe.model, config.initial_weights, images.classes
-    )
+    return initial_weights.load_weights(net.net, recipe.model, config.initial_weights, task)
 
 
 # --- The folder
@@ -229,11 +242,13 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
             "format": FORMAT,
             "digest": run.images.digest,
             "test_share": run.images.test_share,
+            "left_out": run.images.left_out,
             "own_code": identity.own_code,
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),
             "distribution": distribution,
         },
     )
-    np.save(keys := io.BytesIO(), run.images.trained_on())
+    seen = [run.images.trained_on(), seen_by(config.recipe.weights), trained_on(run.where)]
+    np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())

@@ -1,6 +1,7 @@
 """Everything that changes in a run; a checkpoint keeps `State.content` of it."""
 
 import copy
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.task import Task
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -24,15 +26,15 @@ class Sums:
     """Sums over steps and ranks."""
 
     loss: float = 0.0  # as training minimises it: with smoothing and weights, if any
-    correct: float = 0.0  # images classified correctly
+    score: float = 0.0  # of classes: images that are classified correctly
     seen: float = 0.0  # images
     seconds: float = 0.0
 
     def means(self) -> dict[str, float | None]:
-        """Return loss and accuracy per image, None if no loss was finite, and images per second."""
+        """Return loss and score per image, None if no loss was finite, and images per second."""
         return {
             "loss": self.loss / self.seen if self.seen else None,
-            "accuracy": self.correct / self.seen if self.seen else None,
+            "score": self.score / self.seen if self.seen else None,
             "images_per_second": self.seen / max(self.seconds, 1e-9),
         }
 
@@ -51,8 +53,8 @@ class Progress:
     train_seconds: float = 0.0  # in training steps, without validation and saving
     save_seconds: float = 0.0  # in saving checkpoints
     total_seconds: float = 0.0  # since the processes began to look for each other
-    val_accuracy: float | None = None  # of the current weights; None before a validation
-    best_accuracy: float = -1.0  # the highest so far
+    score: float | None = None  # of the current weights' validation; None before one
+    best_score: float | None = None  # so far, of the validations that patience looks at
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the flag that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
@@ -76,11 +78,11 @@ class Progress:
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
-    def add(self, loss: float, correct: float, seen: float, bad: float, seconds: float) -> None:
+    def add(self, loss: float, score: float, seen: float, bad: float, seconds: float) -> None:
         """Add all ranks' counts since the last sync point."""
         for sums in (self.since_log, self.in_epoch):
             sums.loss += loss
-            sums.correct += correct
+            sums.score += score
             sums.seen += seen
             sums.seconds += seconds
         self.train_seconds += seconds
@@ -106,9 +108,9 @@ class Progress:
 
     def decide_to_stop(self, recipe: Recipe) -> None:
         """Set stopped_by, after a validation."""
-        accuracy, target, patience = self.val_accuracy, recipe.target_accuracy, recipe.patience
+        target, patience = recipe.target_accuracy, recipe.patience
         self.stopped_by = None
-        if target is not None and accuracy is not None and accuracy >= target:
+        if target is not None and self.score is not None and self.score >= target:
             self.stopped_by = "--target-accuracy"
         elif patience is not None and self.epoch - self.best_epoch >= patience:
             self.stopped_by = "--patience"
@@ -118,7 +120,8 @@ def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
     """Return the error that ends a run in which `what` is no longer finite."""
     cure = "use a lower learning rate, or --max-grad-norm 1"
     if step <= 2:
-        loss = f" or the loss, {recipe.loss}" if recipe.loss else ""
+        own = recipe.loss or recipe.task
+        loss = f" or the loss, {own}" if own else ""
         cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
     return DivergedError(
         f"--lr {recipe.lr:g}: by step {step} {what} is no longer a finite number; {cure}"
@@ -132,6 +135,7 @@ class State:
     net: nn.Module  # without DDP around it
     optimizer: Any  # with its moments and step counts
     scaler: Any  # fp16's loss scaler, or None
+    task: Task
     started: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
     progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
@@ -142,9 +146,10 @@ class State:
         means, progress.in_epoch = progress.in_epoch.means(), Sums()
         progress.epoch += 1
         if validation:
-            progress.val_accuracy = accuracy = validation.accuracy
-            if accuracy > progress.best_accuracy:
-                progress.best_accuracy, progress.best_epoch = accuracy, progress.epoch
+            progress.score = score = validation.score
+            best = progress.best_score
+            if math.isfinite(score) and (best is None or self.task.better(score, best)):
+                progress.best_score, progress.best_epoch = score, progress.epoch
                 if recipe.patience:
                     weights = self.net.state_dict()
                     self.best_weights = {name: w.clone() for name, w in weights.items()}
@@ -191,7 +196,7 @@ class State:
                 self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
             progress = self.progress = Progress.from_dict(content["progress"])
         if recipe.patience and self.best_weights is None:  # none yet: the search begins here
-            progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch
+            progress.best_score, progress.best_epoch = None, progress.epoch
         self.started -= progress.total_seconds
         progress.resumed_from.append(progress.step)
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated

@@ -28,6 +28,7 @@ from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, score_texts
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
+from ddp_mnist.task import Task
 
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
@@ -38,7 +39,9 @@ FOLDER_KEY = "run folder"  # the broadcast of its path
 # --- Before the first step
 
 
-def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
+def plan(
+    config: ResolvedConfig, world: World, images: ImageData, task: Task, folder: Path | None
+) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
     train_rows, val_rows, test_rows = map(len, images.splits())
@@ -51,9 +54,9 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
-        f" {test_rows:,} test images, {len(images.classes)} classes",
+        f" {test_rows:,} test images, {about_targets(images, task)}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **by_class(images, recipe.class_weights),
+        **(by_class(images, recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
@@ -65,6 +68,13 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
+
+
+def about_targets(images: ImageData, task: Task) -> str:
+    """Return in words what an image's targets are."""
+    if images.classes:
+        return f"{len(images.classes)} classes"
+    return f"targets {', '.join(map(printable, task.names))}"
 
 
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
@@ -79,8 +89,8 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
         " the steps",
         changed,
     ]
-    if recipe.loss:
-        parts.append(f"loss {recipe.loss}")
+    if recipe.task or recipe.loss:
+        parts.append(f"task {recipe.task}" if recipe.task else f"loss {recipe.loss}")
     elif smoothing := recipe.label_smoothing:
         target = (1 - smoothing) * torch.eye(classes)[0] + smoothing / classes
         least = torch.special.entr(target).sum()
@@ -100,7 +110,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
 
 def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
-    labels = images.labels.numpy()[images.rows["train"]]
+    labels = images.targets.numpy()[images.rows["train"]]
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = [*zip(map(shown_name, images.classes), counts, strict=True)]
     shown = ", ".join(f"{name}: {number:,}" for name, number in each)
@@ -154,13 +164,15 @@ def step_line(
     return "  ".join(parts)
 
 
-def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
-    """Return the line of `epoch`, counted from 0, that has ended."""
+def epoch_line(
+    epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None, score: str
+) -> str:
+    """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""
     parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
-    parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
+    parts += [f"{score} {means['score']:.4f}"] if means["score"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [f"validation {validation.accuracy:.4f}", *score_texts(validation.scores)]
+        parts += [f"validation {validation.score:.4f}", *score_texts(validation.scores)]
     return "  ".join(parts)
 
 
@@ -191,10 +203,11 @@ def summarise(
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
-        "test_accuracy": test.accuracy,
+        "score": test.name,
+        f"test_{test.name}": test.score,
         "test_loss": test.loss,
         "test_count": test.count,
-        "val_accuracy": progress.best_accuracy if state.best_weights else progress.val_accuracy,
+        f"val_{test.name}": progress.best_score if state.best_weights else progress.score,
         "epochs": progress.epoch,
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
@@ -208,7 +221,7 @@ def summarise(
         "compile": world.compiled_by,
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
-        "loss_function": recipe.loss or CROSS_ENTROPY,
+        "loss_function": recipe.task or recipe.loss or CROSS_ENTROPY,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
@@ -217,11 +230,11 @@ def summarise(
         "hosts": [name_of(host) for host in world.store.hosts],  # by rank
         "dataset": images.describe(),
         "classes": images.classes,
-        "images_per_class": images.per_class(),
+        "images_per_class": images.per_class() if images.classes else {},
         "notes": [*images.warnings, *images.careful, *images.image_format.notes],
-        "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
-        "confusion": packed(test.confusion),
+        **test.details,
+        **({"confusion": packed(test.details["confusion"])} if images.classes else {}),
         "machine": hardware.describe() | {"gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
@@ -230,19 +243,10 @@ def summarise(
 
 def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
     """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    before, classes = summary.get("images_per_class", {}), images.classes
-    then = summary.get("classes", classes)
-    had = {split: dict(zip(then, counts, strict=True)) for split, counts in before.items()}
-    parts = [
-        f"{split} has {now:,} of class {name}, and had {had[split][name]:,}"
-        for split, counts in images.per_class().items()
-        for name, now in zip(classes, counts, strict=True)
-        if had and now != had[split].get(name, now)
-    ]
-    odd = sorted({*then} ^ {*classes})
-    parts = [f"class {name} is {'new' if name in classes else 'gone'}" for name in odd] or parts
-    same = "as many images, with other pixels, labels or names" if had else "other images"
-    what = first_three(parts or [same])
+    now, then = images.describe(), summary.get("dataset", {})
+    had = "train {train_rows:,}, test {test_rows:,} images"
+    counts = [had.format(**each) for each in (then, now) if each]
+    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
     return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
@@ -254,10 +258,11 @@ def first_three(parts: list[str]) -> str:
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     """Return the result as lines; the first says it all."""
-    wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
+    name, classes = outcome["score"], outcome["classes"]
+    score, images = outcome[f"test_{name}"], outcome["test_count"]
+    wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
     result = (
-        f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
-        f" {outcome['dataset']['name']} ({wrong:,} wrong),"
+        f"test {name} {score:.4f} on {images:,} images of {outcome['dataset']['name']}{wrong},"
         f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}"
     )
     lines = {
@@ -266,8 +271,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
     }
-    guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
-    if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
+    guessed = max(outcome["images_per_class"]["test"]) / images if classes else 0  # largest class
+    if classes and score < guessed + 0.1 * (1 - guessed):
         fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
         lines["careful"] = f"that is hardly better than guessing; use {fix}"
     lines["see"] = f"{program()} report {run.path}"

@@ -20,6 +20,7 @@ from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.identity import Identity
 from ddp_mnist.run.profiling import NO_PROFILE
 from ddp_mnist.run.state import Progress, State, diverged
+from ddp_mnist.task import Task
 
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
@@ -31,6 +32,7 @@ class TrainingRun:
     config: ResolvedConfig  # with the values that the data and the number of processes decide
     world: World  # all processes
     images: ImageData
+    task: Task  # what is learned from them
     stop: StopSignals
     folder: RunFolder = field(default_factory=RunFolder)  # has no path on ranks that do not write
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
@@ -78,6 +80,7 @@ class TrainingRun:
         """Show the means since the last log line, at a sync point; with `log`, write them too."""
         step, epoch = progress.step, progress.epoch
         means = progress.end_log_line() if log else progress.since_log.means()
+        means[self.task.name] = means.pop("score")
         self.line = {"epoch": epoch, "lr": lr, **means}
         self.folder.step = step
         self.began = self.began or (time.monotonic(), step)
@@ -89,11 +92,8 @@ class TrainingRun:
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
         self.phase(phase)
-        recipe, accelerator = self.config.recipe, self.world.accelerator
-        eval_net, classes = with_test_time_augmentation(net, recipe.model), len(self.images.classes)
-        return evaluate_split(
-            accelerator, eval_net, loader, classes, self.stop, recipe.metrics, recipe.loss
-        )
+        eval_net = with_test_time_augmentation(net, self.config.recipe.model, self.task)
+        return evaluate_split(self.world.accelerator, eval_net, loader, self.task, self.stop)
 
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
@@ -105,7 +105,9 @@ class TrainingRun:
             self.folder.append_metrics(progress.step, line)
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
-            self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
+            self.console.print(
+                summary.epoch_line(epoch, recipe.epochs, means, validation, self.task.name)
+            )
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
@@ -168,10 +170,10 @@ class TrainingRun:
         state, progress = self.state, self.state.progress
         line = {"epoch": progress.epoch - 1, **test.as_log_line("test")}
         self.folder.append_metrics(progress.step, line)
-        model, images = self.config.recipe.model, self.images
-        content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.image_format)
+        model, image_format = self.config.recipe.model, self.images.image_format
+        content = weights.to_bytes(net.net.state_dict(), model, self.task, image_format)
         self.folder.write_bytes(MODEL, content)
-        outcome = summary.summarise(self.config, self.world, images, state, test)
+        outcome = summary.summarise(self.config, self.world, self.images, state, test)
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(summary.last_lines(outcome, self.folder))
         return outcome

@@ -6,8 +6,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ddp_mnist.config import own_code
 from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.nets import own_code
 from ddp_mnist.nets.ours import is_known
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
@@ -31,8 +31,9 @@ def code_digest() -> str:
 
 
 def own_digests(recipe: ResolvedRecipe) -> dict[str, str]:
-    """Return the SHA-256 of each of the user's own files, by its flag: --model, --loss."""
+    """Return the SHA-256 of each of the user's own files, by its flag: --model, --loss, --task."""
     named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
+    named |= {"--task": recipe.task}
     return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}
 
 

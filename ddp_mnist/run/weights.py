@@ -9,14 +9,15 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ddp_mnist.config import own_code
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
-from ddp_mnist.nets import own_code
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_if_whole
+from ddp_mnist.task import Task, task_from
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,23 @@ class Trained:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
     net: Normalised  # with the weights
-    model: nn.Module  # returns the logits: the net, with its test-time augmentation if it has any
+    model: nn.Module  # returns the outputs: the net, with its test-time augmentation if it has any
     architecture: str  # its name, as typed after --model
-    classes: list[str]  # their names, in the order of the logits
+    task: Task  # what the outputs mean
     image_format: ImageFormat  # how its training images were prepared
 
 
 def to_bytes(
-    state: dict[str, Tensor], architecture: str, classes: list[str], image_format: ImageFormat
+    state: dict[str, Tensor], architecture: str, task: Task, image_format: ImageFormat
 ) -> bytes:
     """Return the file's content. Equal weights give equal bytes."""
     about = {
         "architecture": architecture,
-        "classes": classes,
+        "classes": task.names,
         "code": "" if is_known(architecture) else own_code.digest("--model", architecture),
         "preparation": dataclasses.asdict(image_format),
         "version": VERSION,
+        **({"task": about_task} if (about_task := task.about()) else {}),
     }
     return save(apart(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
@@ -93,11 +95,12 @@ def from_bytes(content: bytes, where: str) -> Trained:
         try:
             if not is_known(name):
                 own_code.check_unchanged("--model", name, about["code"], where)
-            net, state = build_net(name, classes, image_format), load(content)
+            task = task_from(about.get("task", {}), classes, where)
+            net, state = build_net(name, task, image_format), load(content)
         except UsageError as error:  # of --model, as typed for the training
             raise CheckpointError(f"{where}: {error}") from error
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
         net.net.load_state_dict(state)
-    model = with_test_time_augmentation(net, name).eval()
-    return Trained(net, model, name, classes, image_format)
+    model = with_test_time_augmentation(net, name, task).eval()
+    return Trained(net, model, name, task, image_format)

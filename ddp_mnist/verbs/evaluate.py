@@ -3,7 +3,6 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
+from ddp_mnist.config import own_code
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.flag_fields import flag_values
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
@@ -33,11 +32,18 @@ from ddp_mnist.errors import (
     printable,
     shown_name,
 )
-from ddp_mnist.nets import own_code
 from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_if_whole, read_json
+from ddp_mnist.run.folder import (
+    CONFIG,
+    SUMMARY,
+    TRAINED_ON,
+    read_if_whole,
+    read_json,
+    trained_on,
+)
 from ddp_mnist.run.summary import changed_since
+from ddp_mnist.task import Classification, options_of
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
@@ -67,14 +73,14 @@ def evaluate_run(
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        rows = _rows(images, flags.split, config["val_size"])
+        rows = _rows(images, flags.split, config["val_size"], config["left_out"])
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
-        model, classes = trained.model.to(accelerator.device), len(trained.classes)
+        model, task = trained.model.to(accelerator.device), trained.task
+        if isinstance(task, Classification):
+            task = Classification(task.classes, loss, config["metrics"])
         loader = evaluation.make_eval_loader(accelerator, rows, flags.batch_size)
-        metrics = evaluation.evaluate_split(
-            accelerator, model, loader, classes, scores=config["metrics"], loss=loss
-        )
+        metrics = evaluation.evaluate_split(accelerator, model, loader, task)
         if not accelerator.is_main_process:
             return None
         return {
@@ -83,10 +89,11 @@ def evaluate_run(
             "dataset": images.describe(),
             "world_size": accelerator.num_processes,
             "notes": [*images.warnings, *images.careful, *images.image_format.notes],
-            "classes": trained.classes,
+            "classes": images.classes,
             "inject": config["inject"],
-            "loss_function": loss or evaluation.CROSS_ENTROPY,
-            **dataclasses.asdict(metrics),
+            "loss_function": config["task"] or loss or evaluation.CROSS_ENTROPY,
+            "score": metrics.name,
+            **metrics.as_json(),
         }
 
 
@@ -104,8 +111,11 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
         found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
+        found["left_out"] = config.get("left_out", [])
     found["summary"] = read_if_whole(Path(run) / SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
+    if metrics and found["task"]:
+        raise UsageError(f"--metrics: {run} has a task of its own, {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
     evaluation.check_scores(found["metrics"])
     return found
@@ -119,7 +129,7 @@ def _load(
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options = ImageOptions.of(config)
+    options = options_of(config)
     if not flags.dataset:
         options = dataclasses.replace(options, test_size=config["test_share"])
         images = cache.load(name, cache_dir, options)
@@ -132,53 +142,48 @@ def _load(
     known = cache.cached(flags.dataset, cache_dir, options)
     channels, height, width = trained.image_format.shape
     if not known or known.image_format.shape != trained.image_format.shape:
-        options = ImageOptions((height, width), channels == 1, 0, for_evaluation=True)
+        options = dataclasses.replace(
+            options, size=(height, width), grey=channels == 1, for_evaluation=True
+        )
     images = cache.load(flags.dataset, cache_dir, options)
 
     # Images from which the run's own test was drawn are split as they were.
     share = config["test_share"]
-    is_known = np.isin(images.keys, _trained_on(flags.run))  # on rank 0, which has the run
+    is_known = np.isin(images.keys, trained_on(flags.run))  # on rank 0, which has the run
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
         images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
-    return _relabelled(images, trained, flags)
+    return _relabelled(images, trained.task.names, flags) if images.classes else images
 
 
-def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) -> ImageData:
+def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:
     """Return the images with the run's labels, matched by class names; -1 for other classes.
 
     Raise UsageError if an image of the split has such a class.
     """
-    index_of = {name: index for index, name in enumerate(trained.classes)}
+    index_of = {name: index for index, name in enumerate(classes)}
     counted = images.split("test" if flags.split == "test" else "train")
-    for label in counted.labels[counted.rows].unique().tolist():
+    for label in counted.targets[counted.rows].unique().tolist():
         if images.classes[label] not in index_of:
             fault = f"class {shown_name(images.classes[label])} is not one of the run's"
             fix = "rename it to one of them, or leave its images out"
-            known = joined(map(shown_name, trained.classes), 100)
+            known = joined(map(shown_name, classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
     of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
-    return dataclasses.replace(images, classes=trained.classes, labels=of_run[images.labels])
+    return dataclasses.replace(images, classes=classes, targets=of_run[images.targets])
 
 
-def _rows(images: ImageData, split: str, val_size: int) -> Rows:
-    """Return the split's images and labels; the run held out `val_size` of the train images."""
-    there = len(images.rows["train"])
+def _rows(images: ImageData, split: str, val_size: int, left_out: Sequence[int] = ()) -> Rows:
+    """Return the split's images and targets; the run held out `val_size` of the train images."""
+    there, why = len(images.rows["train"]), "the run's --weights were trained on some"
     if split == "test":
-        return images.split("test")
+        return images.without(left_out, why).split("test")
     if val_size < there:
-        images = images.hold_out(val_size)
+        images = images.hold_out(val_size).without(left_out, why)
         if len(rows := images.split(split)):
             return rows
         val_size = len(images.rows["validation"])
     held = f"{images.name} has {there:,} train images, and the run held {val_size:,} out"
     raise UsageError(f"--split {split}: {held}; use --split test")
-
-
-def _trained_on(run: str) -> np.ndarray:
-    """Return the keys of the images that a run was trained on; none if they are not known."""
-    with contextlib.suppress(OSError, ValueError):
-        return np.asarray(np.load(Path(run) / TRAINED_ON, allow_pickle=False))
-    return np.zeros(0, np.uint64)
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
@@ -190,14 +195,14 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     if flags.split == "train":
         return
     numbers = rows.rows.numpy()
-    if not (trained_on := _trained_on(flags.run)).size:
+    if not (keys := trained_on(flags.run)).size:
         unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
         if images.test_share is not None:
             fix = "give images that it has not seen, in test/CLASS/"
             raise DataError(f"{unknown}; {fix}")
         warn(unknown)
         return
-    if len(seen := numbers[np.isin(images.keys[numbers], trained_on)]):
+    if len(seen := numbers[np.isin(images.keys[numbers], keys)]):
         fix = "use --split test"
         if flags.split == "test":
             files = images.files_of(seen[:MOST_NAMED].tolist()).values()
@@ -212,11 +217,11 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
-    """Return accuracy, loss and the confusion matrix, or the worst of it if that is large."""
-    names = [shown_name(name) for name in metrics["classes"]]
+    """Return score, loss and the confusion matrix, or the worst of it if that is large."""
+    names, score = [shown_name(name) for name in metrics["classes"]], metrics["score"]
     by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
     loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
-    numbers = [f"accuracy {metrics['accuracy']:.4f}", loss]
+    numbers = [f"{score} {metrics[score]:.4f}", loss]
     numbers += evaluation.score_texts(metrics["scores"])
     data = printable(metrics["dataset"]["name"])
     lines = [
@@ -224,7 +229,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         f"{metrics['split']} split of {data}: {metrics['count']:,} images",
         *map(printable, metrics["notes"]),
         "   ".join(numbers),
-        *by_class(names, metrics["class_accuracy"], metrics["confusion"]),
+        *(by_class(names, metrics["class_accuracy"], metrics["confusion"]) if names else ()),
     ]
     return "\n".join(lines)
 

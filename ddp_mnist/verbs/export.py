@@ -76,7 +76,7 @@ def write_folder(
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
     card = model_card(trained, flags)
-    about = {"architecture": trained.architecture, "classes": trained.classes}
+    about = {"architecture": trained.architecture, "classes": trained.task.names}
     others = {CARD: card.encode(), ABOUT: folder.to_json(about).encode()}
     with folder.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
 def write_safetensors(trained: Trained) -> bytes:
     """Return the weights under the names of the net's parameters."""
     state, image_format = trained.net.net.state_dict(), trained.image_format
-    return weights.to_bytes(state, trained.architecture, trained.classes, image_format)
+    return weights.to_bytes(state, trained.architecture, trained.task, image_format)
 
 
 def write_onnx(trained: Trained) -> bytes:
@@ -151,12 +151,18 @@ def metadata(trained: Trained) -> dict[str, str]:
         else "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8; the"
         f" middle with the sides' ratio, bilinearly resized to {height}x{width}"
     )
+    task = trained.task
+    names = json.dumps(task.names, ensure_ascii=False)
+    output = f"logits: float32 [batch, {task.outputs}], in the order of classes; their softmax are"
+    output += " probabilities"
+    if about := task.about():
+        output = f"logits: float32 [batch, {task.outputs}], what {about['task']} predicts from,"
+        output += f" with mean {about['mean']} and std {about['std']}, of {names}"
     return {
-        "classes": json.dumps(trained.classes, ensure_ascii=False),
+        "classes": names,
         "input": f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, {colour}",
         "preparation": preparation,
-        "output": f"logits: float32 [batch, {len(trained.classes)}], in the order of classes;"
-        " their softmax are probabilities. The model itself normalises the pixels",
+        "output": f"{output}. The model itself normalises the pixels",
     }
 
 
@@ -204,7 +210,7 @@ def model_card(trained: Trained, flags: Export) -> str:
         s=summary,
         about=metadata(trained),
         architecture=trained.architecture,
-        classes=trained.classes,
+        classes=trained.task.names,
         notes=trained.image_format.notes,
         license=flags.license,
         wrong=wrong_on_purpose(summary["inject"]),

@@ -94,7 +94,7 @@ class Prepare(Flags):
     dataset: str = flag("mnist", DATASET)
     image_size: str | None = flag(None, "Size to resize images to, as for train.")
     grey: bool = flag(False, "Convert colour images to grey.")
-    test_size: float | None = flag(None, "Images to hold out for the test, as for train.", above=0)
+    task: str | None = flag(None, "Your own task, as for train [classes].")
     cache_dir: str | None = flag(None, CACHE_DIR)
     refresh: bool = flag(False, "Decode again even if cached.")
 
@@ -112,7 +112,6 @@ class Doctor(Flags):
     )
     minutes: float = flag(0.0, "Burn-in: minutes to repeat collectives and training for.", least=0)
     dataset: str = flag("mnist", "Data set that should be available.")
-    test_size: float | None = flag(None, "Images to hold out for the test, as for train.", above=0)
     cache_dir: str | None = flag(None, CACHE_DIR)
     run_dir: str = flag("runs", "Folder in which runs will be written.")
     json: bool = flag(False, "Print one JSON object on stdout.")
@@ -133,6 +132,7 @@ class Verify(Flags):
     gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
     loss: str | None = flag(None, "Your own loss, as for train [cross-entropy].")
+    task: str | None = flag(None, "Your own task, as for train [classes].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
         None, "Inject a fault, which a check has to catch; exit code 1.", choices=FAULT_NAMES

@@ -25,8 +25,9 @@ DOTS = 40  # at most: more would overlap and hide the line
 
 
 def title(key: str) -> str:
-    """Return a curve's title, including those of the scores that --metrics names."""
-    return CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
+    """Return a curve's title, including those of scores that only this run has."""
+    split = "Validation" if key.startswith("val_") else "Training"
+    return CURVES.get(key) or f"{split} {key.removeprefix('val_')}"
 
 
 def draw(key: str, lines: Sequence[dict[str, Any]]) -> Figure | None:
@@ -39,6 +40,16 @@ def draw(key: str, lines: Sequence[dict[str, Any]]) -> Figure | None:
         axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
         axes.plot(*np.transpose(points), marker="o" if len(points) <= DOTS else "")
     return figure
+
+
+def scatter(name: str, predictions: Sequence[float], targets: Sequence[float]) -> str:
+    """Return an <svg> of what was predicted over what is right, a dot for each image."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.4, 4.4), layout="constrained")
+        axes = figure.add_subplot(title=name, xlabel="is", ylabel="predicted")
+        axes.plot(targets, predictions, ".", alpha=0.5)
+        axes.axline((targets[0], targets[0]), slope=1, linewidth=0.8)
+    return as_svg(figure, f"scatter {name}")
 
 
 def as_svg(figure: Figure, key: str) -> str:

@@ -43,7 +43,7 @@ def run(flags: Predict) -> None:
     if as_table:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
-        lines = table(answer(flags, trained), files, trained.classes)
+        lines = table(answer(flags, trained), files, trained.task.names)
     else:
         lines = map(as_json, answer(flags, trained))
     for line in lines:
@@ -55,21 +55,30 @@ def run(flags: Predict) -> None:
 
 
 def table(
-    answers: Iterable[dict[str, Any]], files: Sequence[str], classes: Sequence[str]
+    answers: Iterable[dict[str, Any]], files: Sequence[str], names: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a heading, then a line for each answer: file, label, probability, and next classes."""
+    """Yield a heading, then a line for each answer: file, label, probability, and next classes.
+
+    If the names are not those of classes but of numbers, these follow the file.
+    """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
     def padded(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
 
     first = max(map(disp_len, ["file", *map(printable, files)]))
-    second = max(map(disp_len, ["label", *map(shown_name, classes)]))
-    yield f"{padded('file', first)}   {padded('label', second)}   probability   next"
-    for each in answers:
+    second = max(map(disp_len, ["label", *map(shown_name, names)]))
+    heading = f"{padded('label', second)}   probability   next"
+    for number, each in enumerate(answers):
         file = padded(printable(each["file"]), first)
+        if number == 0:
+            numbers = "   ".join(f"{shown_name(name):>10}" for name in names)
+            yield f"{padded('file', first)}   {numbers if 'prediction' in each else heading}"
         if "error" in each:
             yield f"{file}   {each['error']}"
+            continue
+        if "prediction" in each:
+            yield f"{file}   " + "   ".join(f"{x:>10.4g}" for x in each["prediction"].values())
             continue
         label = padded(shown_name(each["label"]), second)
         _, *others = each["probabilities"].items()
@@ -91,6 +100,8 @@ def load(flags: Predict) -> Trained:
 def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
+    With numbers instead of classes it is {file, prediction}, see `Task.answer`.
+
     For a file that cannot be read yield {file, error}; once all others are labelled, a DataError
     names it.
     """
@@ -105,18 +116,22 @@ def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
             errors.append(f"{file}: {error}")
             yield {"file": str(file), "error": str(error)}
             continue
-        row = trained.model(torch.tensor(image[None])).softmax(1)[0].tolist()
-        likely = sorted(zip(trained.classes, row, strict=True), key=lambda pair: -pair[1])
-        shares = {name: round(share, 6) for name, share in likely[: flags.top or LISTED]}
-        label, share = next(iter(shares.items()))
+        found = trained.task.answer(trained.model(torch.tensor(image[None])), flags.top or LISTED)
         if flags.show:
-            seen.append((titled(file.name, f"{shown_name(label)} ({share:.2f})"), image))
-        yield {"file": str(file), "label": label, "probability": share, "probabilities": shares}
+            seen.append((titled(file.name, in_short(found)), image))
+        yield {"file": str(file), **found}
     if flags.show and seen:
         draw(seen, Path(flags.show))
     if errors:
         several = f" ({len(errors)} of {len(files):,} files have no answer)"
         raise DataError(errors[0] + (several if len(errors) > 1 else ""))
+
+
+def in_short(found: dict[str, Any]) -> str:
+    """Return an answer in a few words."""
+    if "label" in found:
+        return f"{shown_name(found['label'])} ({found['probability']:.2f})"
+    return ", ".join(f"{shown_name(name)} {x:.4g}" for name, x in found["prediction"].items())
 
 
 def find_images(path: str) -> list[Path]:

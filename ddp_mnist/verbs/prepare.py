@@ -1,22 +1,23 @@
 """The verb `prepare`: fetch and decode a data set once, into the cache."""
 
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console
+from ddp_mnist.task import options_of
 from ddp_mnist.verbs.flags import Prepare
 
 
 def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
     console = Console(True)
-    options = ImageOptions.of(vars(flags))
+    options = options_of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:
         console.print(note)
-    train, test, classes = len(images.rows["train"]), len(images.rows["test"]), len(images.classes)
+    train, test = len(images.rows["train"]), len(images.rows["test"])
+    of = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
     console.print(
-        f"{images.name}: {train:,} train and {test:,} test images of {classes} classes in"
+        f"{images.name}: {train:,} train and {test:,} test images of {of} in"
         f" {cache.cache_folder(flags.cache_dir)}"
     )
     console.print(f"digest {images.digest}")

@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import PIL.Image
 import torch
 
 from ddp_mnist.config.flag_fields import flag_name
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size
 from ddp_mnist.data.sources import find_source
@@ -32,12 +31,12 @@ from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.system.locks import is_held
+from ddp_mnist.task import options_of
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown for so many classes or more
 LEARNED = 0.9  # of the training images
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 PRETRAINED = "torchvision:resnet18"
@@ -57,7 +56,7 @@ class ReportedRun:
     status: dict[str, Any]  # its state may be "killed" too
     mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
     no_mistakes: str = "The run has not finished."  # why none are shown
-    top_accuracy: float | None = None  # share of test images whose class is among the TOP
+    scatter: dict[str, str] = field(default_factory=dict)  # without classes: an <svg> by its title
 
 
 def run(flags: Report) -> None:
@@ -70,8 +69,8 @@ def run(flags: Report) -> None:
     console.print("reading    the run and its predictions")
     run = read_run(Path(flags.run))
     changed = find_mistakes(run, flags) if run.status["state"] == "finished" else ""
-    scores = [f"val_{name}" for name in run.config["recipe"]["metrics"]]
-    keys = [*plots.CURVES, *scores]
+    logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
+    keys = dict.fromkeys([*plots.CURVES, *logged])
     figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
     curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     page = Path(flags.out or run.path / "report.html")
@@ -116,8 +115,9 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     """
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
-    options = dataclasses.replace(ImageOptions.of(flags), test_size=run.config.get("test_share"))
     try:
+        options = options_of({"task": None} | run.config["recipe"] | flags)
+        options = dataclasses.replace(options, test_size=run.config.get("test_share"))
         trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
@@ -136,23 +136,26 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         run.no_mistakes = f"They cannot be shown: {change}."
         return change
     run.no_mistakes = "There are none."
+    images = images.without(run.config.get("left_out", []), "trained on by --weights")
     test = images.split("test")
     batches = torch.arange(len(test)).split(eval_batch_size(images.images))
-    probabilities = torch.cat([trained.model(test.take(rows)[0]).softmax(1) for rows in batches])
+    outputs = torch.cat([trained.model(test.take(rows)[0]) for rows in batches])
+    targets, names = images.targets[test.rows], trained.task.names
+    if not images.classes:
+        columns = zip(names, trained.task.predict(outputs).T, targets.T, strict=True)
+        run.scatter = {name: plots.scatter(name, *both) for name, *both in columns}
+        return ""
+    probabilities, labels = outputs.softmax(1), targets
     certainty, guesses = probabilities.max(1)
-    labels = images.labels[test.rows]
-    if len(trained.classes) >= TOP_FROM:
-        is_among = (probabilities.topk(TOP).indices == labels[:, None]).any(1)
-        run.top_accuracy = is_among.double().mean().item()
     certain_first = certainty.argsort(descending=True, stable=True)
     shown = certain_first[(guesses != labels)[certain_first]][:MOST_WRONG].tolist()
     named = places_of(shown, images)
     run.mistakes = [
         {
             "place": named[row],
-            "label": trained.classes[label := int(labels[row])],
+            "label": names[label := int(labels[row])],
             "label_probability": float(probabilities[row, label]),
-            "guess": trained.classes[guesses[row]],
+            "guess": names[guesses[row]],
             "guess_probability": float(certainty[row]),
             "png": as_data_uri(images.images[test.rows[row]]),
         }
@@ -191,11 +194,11 @@ def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
 def advice(run: ReportedRun) -> str:
     """Compare the accuracies of training and validation, in words, and say what to try next.
 
-    Without a validation the test replaces it; "" if no step was logged.
+    Without a validation the test replaces it; "" if no step was logged, or without classes.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
-    if not last:
+    if not last or not run.summary["classes"]:
         return ""
     recipe, summary = run.config["recipe"], run.summary
     trained = sum(last) / len(last)

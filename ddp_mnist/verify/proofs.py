@@ -23,18 +23,18 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows
+from ddp_mnist.data.batches import ImageData, Rows
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
-from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, coloured, count
 from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.run.faults import count_padding
 from ddp_mnist.run.folder import check_place, storage_errors, to_json, write_atomically
+from ddp_mnist.task import Classification, options_of
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
@@ -88,6 +88,7 @@ def run(flags: Verify) -> None:
         console.print(str(line))
     head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
     head |= {"dataset": flags.dataset, "model": config.recipe.model, "loss": config.recipe.loss}
+    head |= {"task": config.recipe.task}
     with storage_errors(save, "--save"):
         write_atomically(save, to_json(describe(checks, "checks", **head)).encode())
     if wrong := failure_summary(checks, flags.inject):
@@ -114,20 +115,25 @@ def config_of(flags: Verify) -> TrainConfig:
     Raise UsageError for a net or a loss that cannot be found from here: the processes run in a
     separate folder, but find what this one finds.
     """
-    rows = len(cache.load(flags.dataset).rows["train"])
+    rows = len(images_of(flags.dataset, flags.task).rows["train"])
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
-    typed = {"model": flags.model, "loss": flags.loss, "inject": flags.inject}
+    typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
     changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
     if flags.inject:
         changed = {**FAULTS[flags.inject].recipe, **changed}
         epochs = max(epochs, FAULTS[flags.inject].epochs)
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
-    image_losses(config.recipe.loss)
+    Classification([], config.recipe.loss)
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it hangs
     distribution = replace(config.distribution, dist_timeout=timeout)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     return replace(config, run=run, distribution=distribution)
+
+
+def images_of(dataset: str, task: str | None) -> ImageData:
+    """Return the images that the runs use."""
+    return cache.load(dataset, options=options_of(vars(RunFlags()) | {"task": task}))
 
 
 def with_run_dir(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
@@ -183,7 +189,7 @@ def who_took_what(run: Watched) -> Iterator[str]:
 
     Augmented images are shown by a digest of their pixels.
     """
-    data = cache.load(run.config.run.dataset)
+    data = images_of(run.config.run.dataset, run.config.recipe.task)
     train_images = data.images[data.rows["train"]]
     places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
     for rank, seen in enumerate(run.ranks):
@@ -246,31 +252,38 @@ def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
 
 
 def metrics_are_exact(size: int, alone: Watched, fault: str | None) -> CheckResult:
-    """Compare confusion matrices with row-by-row counts, also on shards of unequal length."""
-    shards = (count_shards, str(alone.folder), alone.config.run.dataset, fault)
+    """Compare metrics with row-by-row counts, also on shards of unequal length."""
+    data = alone.config.run.dataset, alone.config.recipe.task
+    shards = (count_shards, str(alone.folder), *data, fault)
     [(counted, by_hand), *_] = run_world(size, *shards, folder=alone.folder.parent)
-    return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
+    return exact("metrics", size, "splits' metrics", counted, by_hand)
 
 
-def count_shards(run: str, dataset: str, fault: str | None) -> tuple[list[Any], list[Any]]:
-    """Return the confusion matrices of SHARDS: counted by all ranks together, and row by row."""
-    flags, images = Distribution(cpu=True), cache.load(dataset)
-    net = weights.from_bytes(weights.read_bytes(run), run).model
+def count_shards(
+    run: str, dataset: str, own_task: str | None, fault: str | None
+) -> tuple[list[Any], list[Any]]:
+    """Return scores and confusion matrices of SHARDS: by all ranks together, and row by row."""
+    flags, images = Distribution(cpu=True), images_of(dataset, own_task)
+    trained = weights.from_bytes(weights.read_bytes(run), run)
+    net, task = trained.model, trained.task
     together, by_hand = [], []
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
             count_padding(world.accelerator, world.store)
         test = torch.from_numpy(images.rows["test"])
-        guesses = [net(image[None]).argmax() for image in images.images[test[: max(SHARDS)[0]]]]
+        tried = images.images[test[: max(SHARDS)[0]]]
+        predictions = [task.predict(net(image[None])) for image in tried]
         for count_of_rows, per_process in SHARDS:
-            rows = Rows(images.images, images.labels, test[:count_of_rows])
+            rows = Rows(images.images, images.targets, test[:count_of_rows])
             loader = make_eval_loader(world.accelerator, rows, per_process)
-            metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
-            together.append(metrics.confusion)
-            matrix = torch.zeros_like(torch.tensor(metrics.confusion))
-            for label, guess in zip(rows.labels[rows.rows], guesses, strict=False):
+            metrics = evaluate_split(world.accelerator, net, loader, task)
+            together.append((round(metrics.score, 9), metrics.details.get("confusion")))
+            pairs = [*zip(predictions, rows.targets[rows.rows].split(1), strict=False)]
+            score = sum(task.score(*pair).item() for pair in pairs) / len(pairs)
+            matrix = torch.zeros(task.outputs, task.outputs, dtype=torch.int64)
+            for guess, label in pairs if images.classes else ():
                 matrix[label, guess] += 1
-            by_hand.append(matrix.tolist())
+            by_hand.append((round(score, 9), matrix.tolist() if images.classes else None))
     return together, by_hand
 
 

@@ -35,7 +35,7 @@ from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
 from ddp_mnist.run.set_up import set_up_run
 from ddp_mnist.run.weights import digest_of
 
-preload("ddp_mnist.train", "ddp_mnist.run.scores")
+preload("ddp_mnist.train", "ddp_mnist.metrics")
 
 PROOF: dict[str, Any] = {"model": "cnn", "epochs": 3, "batch_size": 72}
 STEPS = 45  # of the digits' 1,150 train rows

@@ -1,6 +1,6 @@
 """Classification metrics as a class of `evaluate`, which needs neither the Hub nor a lock file.
 
-A run keeps them as `Metrics`, see evaluation.py. --metrics adds scikit-learn's and the user's own.
+`Classification` in task.py asks for them. --metrics adds scikit-learn's and the user's own.
 
 Importing this imports `evaluate` and `datasets`, which takes over a second, so only rank 0 does so,
 when it has something to count.
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ddp_mnist.config import own_code
 from ddp_mnist.errors import UsageError, blame, did_you_mean
-from ddp_mnist.nets import own_code
 
 # `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
 # import that finds None raises ImportError, which `evaluate` reads as "is not installed".
@@ -34,7 +34,7 @@ finally:
 KNOWN = "f1, precision, recall, balanced_accuracy, cohen_kappa, matthews_corrcoef"
 
 
-class Classification(evaluate.Metric):
+class ClassCounts(evaluate.Metric):
     """Share of correct predictions, how often each class was predicted as each, and --metrics."""
 
     def _info(self) -> evaluate.MetricInfo:
@@ -101,10 +101,10 @@ def classification_metrics(
 ) -> dict[str, Any]:
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
-    Return the fields of `Metrics` except the loss and the count.
+    Return accuracy, confusion, class_accuracy, and the `scores` by name.
     """
     # Metric.__init__ makes a folder even if it keeps everything in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        metric = Classification(keep_in_memory=True, cache_dir=scratch)
+        metric = ClassCounts(keep_in_memory=True, cache_dir=scratch)
         given = {"predictions": predictions, "references": references}
         return metric.compute(**given, classes=classes, scores=scores)

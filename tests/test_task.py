@@ -1,0 +1,203 @@
+"""A task of one's own: numbers instead of classes, trained, resumed, evaluated, used and shown."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.errors import DataError
+from ddp_mnist.run import weights
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.task import options_of
+from ddp_mnist.verify import watch
+from tests.commands import Typed, python
+from tests.training import apart, own_module, stop, with_flags
+
+OWN = """
+import numpy as np
+from ddp_mnist.task import Task
+
+class Spot(Task):
+    columns = ("x", "y")
+    name = "distance"
+
+    def loss(self, outputs, targets):
+        return (outputs - self.scaled(targets)).square().mean(1)
+
+    def predict(self, outputs):
+        return self.unscaled(outputs)
+
+    def score(self, predictions, targets):
+        return (predictions - targets).norm(dim=1)
+
+    def better(self, score, best):
+        return score < best
+
+    def metrics(self, predictions, targets):
+        return {"worst": np.abs(predictions - targets).max(), "odd": np.nan}
+
+class Mean(Spot):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets).mean()
+
+class Total(Spot):
+    def score(self, predictions, targets):
+        return super().score(predictions, targets).sum()
+
+class Word(Spot):
+    columns = "x"
+
+class Bare(Task):
+    pass
+"""
+IMAGES = 240
+
+
+@pytest.fixture
+def spots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of images of a spot, with its place in metadata.csv; my_task.py is beside."""
+    own_module("my_task", OWN, tmp_path, monkeypatch)
+    (tmp_path / "spots").mkdir()
+    pixels, places = np.arange(16), np.random.default_rng(0).uniform(3, 13, (IMAGES, 2))
+    for number, (x, y) in enumerate(places):
+        image = np.exp(-((pixels - x) ** 2 + (pixels[:, None] - y) ** 2) / 8)
+        PIL.Image.fromarray(np.uint8(255 * image)).save(tmp_path / "spots" / f"{number}.png")
+    write_table(tmp_path / "spots", [[f"{n}.png", *place] for n, place in enumerate(places)])
+    return tmp_path / "spots"
+
+
+def read(folder: Path) -> ImageData:
+    flags = {"task": "my_task:Spot", "image_size": None, "grey": False, "test_size": None}
+    return cache.load(str(folder), options=options_of(flags))
+
+
+def write_table(folder: Path, rows: list[list[Any]], names: str = "file_name x y") -> None:
+    with (folder / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([names.split(), *rows])
+
+
+def proof(folder: Path, run_dir: str) -> TrainConfig:
+    given = {"task": "my_task:Spot", "model": "mlp", "epochs": 30, "batch_size": 24, "patience": 30}
+    config = watch.proof_config(run_dir, **given, lr=0.01)
+    return with_flags(config, dataset=str(folder))
+
+
+def test_it_is_trained_resumed_and_used_like_any_other(
+    spots: Path, tmp_path: Path, typed: Typed
+) -> None:
+    for size in (1, 2):
+        config = proof(spots, f"on-{size}")
+        run_world(size, watch.just_train, config, folder=tmp_path)
+    assert apart(tmp_path / "on-2", tmp_path / "on-1") < 1e-9
+    broken = proof(spots, "broken")
+    stop(broken, tmp_path, 50)
+    run_world(1, watch.just_train, watch.resumed(broken), folder=tmp_path)
+    assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "on-1")
+
+    summary = read_json(tmp_path / "on-1" / "summary.json")
+    assert summary["score"] == "distance"
+    assert summary["test_distance"] < 0.5
+    assert summary["metrics"]["worst"] < 3
+    assert summary["metrics"]["odd"] is None
+    lines = (tmp_path / "on-1" / "metrics.jsonl").read_text().splitlines()
+    validated = [line["val_distance"] for line in map(json.loads, lines) if "val_distance" in line]
+    assert summary["val_distance"] == min(validated)  # the smallest is the best
+
+    evaluated = json.loads(typed("evaluate", "on-1", "--json").out)
+    assert evaluated["distance"] == pytest.approx(summary["test_distance"], rel=1e-6)
+    assert (evaluated["count"], evaluated["classes"]) == (summary["test_count"], [])
+    trained = weights.from_bytes(weights.read_bytes("on-1"), "on-1")
+    pixels = torch.tensor(np.asarray(PIL.Image.open(spots / "7.png")))[None, None]
+    expected = trained.task.predict(trained.model(pixels))[0].tolist()
+    answer = json.loads(typed("predict", "on-1", str(spots / "7.png")).out)
+    assert [*answer["prediction"].values()] == pytest.approx(expected, abs=1e-5)
+    assert [*answer["prediction"]] == ["x", "y"]
+
+    assert typed("report", "on-1").code == 0
+    page = (tmp_path / "on-1" / "report.html").read_text()
+    assert page.count("<figure") == 2
+    assert "Validation distance" in page
+    assert "confusion" not in page.partition("</style>")[2]
+    assert typed("export", "on-1", "--format", "onnx").code == 0
+    card = (tmp_path / "on-1" / "export" / "README.md").read_text()
+    assert f"Test distance {summary['test_distance']:.4f} on" in card
+    (tmp_path / "my_task.py").write_text(OWN + "\n")
+    ended = python("-m", "ddp_mnist", "predict", "on-1", str(spots / "7.png"), folder=tmp_path)
+    assert "the file of --task my_task:Spot was changed since" in ended.err
+
+
+REFUSED = {
+    "--task my_task:Gone": "--task my_task:Gone: AttributeError: ",
+    "--task my_task:Bare": "--task my_task:Bare: must be a class derived from",
+    "--task my_task:Word": "--task my_task:Word: must be a class derived from",
+    "--task my_task:Mean": "--task my_task:Mean, on outputs [3, 2] and targets [3, 2]: gives the"
+    " loss ",
+    "--task my_task:Total": "--task my_task:Total, on outputs [3, 2] and targets [3, 2]: gives the"
+    " score ",
+    "--task my_task:Spot --loss my_task:f": "--loss my_task:f: has no part in --task my_task:Spot;",
+    "--task my_task:Spot --metrics f1": "--metrics f1: has no part in --task my_task:Spot; leave",
+    "--task my_task:Spot --dataset digits": "--dataset digits: has classes, and no x, y",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_fit_is_refused(flags: str, spots: Path, typed: Typed) -> None:
+    ended = typed("train", "--dataset", str(spots), *flags.split())
+    [line] = ended.error_lines
+    assert line.startswith(f"ddp-mnist: error: {REFUSED[flags]}")
+
+
+CELLS = {
+    "0.png,,2": "column x is ''; give a finite number",
+    "0.png,nan,2": "column x is 'nan'; give a finite number",
+    "0.png,1,far": "column y is 'far'; give a finite number",
+}
+
+
+@pytest.mark.parametrize("row", CELLS)
+def test_a_cell_that_is_not_a_number_is_named(row: str, spots: Path) -> None:
+    write_table(spots, [row.split(",")])
+    with pytest.raises(DataError, match=rf"metadata.csv: 0.png, {CELLS[row]}"):
+        read(spots)
+
+
+def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
+    write_table(spots, [["0.png", 1]], "file_name x")
+    with pytest.raises(DataError, match=r"no metadata.csv with the columns file_name, x, y; add"):
+        read(spots)
+    (tmp_path / "parquet").mkdir()
+    columns = {"image": [b"-"], "x": [1.0]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "parquet" / "train.parquet")
+    with pytest.raises(DataError, match=r"no y column among image .*, x .*; add one, named y"):
+        read(tmp_path / "parquet")
+
+
+def test_the_same_numbers_are_read_from_a_folder_a_parquet_file_and_a_saved_data_set(
+    spots: Path, tmp_path: Path
+) -> None:
+    lines = (spots / "metadata.csv").read_text().splitlines()
+    rows = [*csv.DictReader(lines)]
+    columns: dict[str, Any] = {name: [float(row[name]) for row in rows] for name in ("x", "y")}
+    columns["image"] = [str(spots / row["file_name"]) for row in rows]
+    table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    (tmp_path / "parquet").mkdir()
+    table.to_parquet(tmp_path / "parquet" / "train.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    found = [read(tmp_path / name) for name in ("spots", "parquet", "saved")]
+    expected = np.array([columns["x"], columns["y"]], np.float32).T
+    assert found[1].targets.tolist() == found[2].targets.tolist() == expected.tolist()
+    in_order: Any = expected.tolist()
+    assert sorted(found[0].targets.tolist()) == sorted(in_order)  # of the files' names
+    held_out = [sorted(images.keys[images.rows["test"]]) for images in found]
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert [images.classes for images in found] == [[], [], []]
