@@ -176,8 +176,6 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         changed = {**outcome, "test_accuracy": accuracy, "images_per_class": {"test": images}}
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
-    short = {**outcome, "test_accuracy": 0.11, "steps": 99}
-    assert "than guessing; use more --epochs\n" in summary.last_lines(short, folder)
 
 
 def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

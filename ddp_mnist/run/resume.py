@@ -21,6 +21,7 @@ from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import (
     CONFIG,
+    MODEL,
     STATUS,
     SUMMARY,
     RunFolder,
@@ -198,5 +199,5 @@ def check_same_images(dataset: str, digest: str, found: EarlierRun) -> None:
         raise CheckpointError(
             f"--dataset {dataset}: its images are not those of {found.path}"
             f" ({found.flags['dataset']}, digest {found.digest[:8]}, now {digest[:8]}); leave it as"
-            " it was, or begin another run"
+            f" it was, or begin another run, perhaps on its --weights {found.path}/{MODEL}"
         )

@@ -273,8 +273,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     }
     guessed = max(outcome["images_per_class"]["test"]) / images if classes else 0  # largest class
     if classes and score < guessed + 0.1 * (1 - guessed):
-        fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
-        lines["careful"] = f"that is hardly better than guessing; use {fix}"
+        fix = "look at its images (report), then try more --epochs or a lower --lr"
+        lines["careful"] = f"that is hardly better than guessing: {fix}"
     lines["see"] = f"{program()} report {run.path}"
     return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
 
