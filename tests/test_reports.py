@@ -1,0 +1,258 @@
+"""What people reported of other trainers' image data, each as a small data set: taken, or told."""
+
+import csv
+import itertools
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import PIL.ImageDraw
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ddp_mnist.errors import DataError
+from tests.data_sets import cells_of, encoded, read
+
+COLOURS = ((220, 40, 40), (40, 200, 60), (50, 60, 220))
+NUMBERS = itertools.count()
+NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+
+
+def photo(label: int = 0) -> PIL.Image.Image:
+    """Return noise with a block of the class's colour; no two are alike."""
+    noise = np.random.default_rng(next(NUMBERS)).integers(60, 190, (16, 16, 3), np.uint8)
+    noise[4:12, 4:12] = COLOURS[label % 3]
+    return PIL.Image.fromarray(noise)
+
+
+def put(image: PIL.Image.Image, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+def tree(root: Path, train: Sequence[str], test: Sequence[str] = (), suffix: str = ".png") -> None:
+    """Write four train and two test images of each class, in its folder."""
+    for split, names, count in (("train", train, 4), ("test", test or train, 2)):
+        for label, name in enumerate(names):
+            for number in range(count):
+                put(photo(label), root / split / name / f"{number}{suffix}")
+
+
+def described(*words: Any, columns: str = "file_name label") -> Callable[[Path], None]:
+    """Return what writes six train and three test images, with these labels in metadata.csv."""
+
+    def make(root: Path) -> None:
+        for split, count in (("train", 6), ("test", 3)):
+            rows = [(f"{n}.png", words[n % len(words)]) for n in range(count)]
+            for name, _ in rows:
+                put(photo(), root / split / name)
+            write_csv(root / split / "metadata.csv", columns.split(), rows)
+
+    return make
+
+
+def write_csv(file: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows([columns, *rows])
+
+
+def table(readme: str = "", **columns: Any) -> Callable[[Path], None]:
+    """Return what writes parquet of six train and three test images, labels 0 and 1 in turn."""
+
+    def make(root: Path) -> None:
+        root.mkdir()
+        for split, count in (("train", 6), ("test", 3)):
+            files = [encoded(photo(n)) for n in range(count)]
+            found = {"image": cells_of(files), "label": [n % 2 for n in range(count)]}
+            found |= {name: make_of(files, count) for name, make_of in columns.items()}
+            pq.write_table(pa.table(found), root / f"{split}.parquet")
+        if readme:
+            (root / "README.md").write_text(readme)
+
+    return make
+
+
+def shapes_on_glass(root: Path) -> None:
+    for split, kind in itertools.product(("train", "test"), ("ellipse", "rectangle")):
+        for number in range(6):
+            alpha = PIL.Image.new("L", (32, 32))
+            getattr(PIL.ImageDraw.Draw(alpha), kind)([4 + number, 5, 20, 22], fill=255)
+            image = PIL.Image.new("RGBA", (32, 32), (255, 255, 255, 0))
+            image.putalpha(alpha)
+            put(image, root / split / kind / f"{number}{split}.png")
+
+
+def copies_in_test(root: Path) -> None:
+    tree(root, ("cat", "dog"))
+    for name in ("cat", "dog"):
+        image = (root / "train" / name / "0.png").read_bytes()
+        (root / "test" / name / "copy.png").write_bytes(image)
+
+
+def one_table_for_all(root: Path) -> None:
+    rows = []
+    for split, count in (("train", 6), ("test", 3)):
+        for number in range(count):
+            name = f"{split}/{('monday', 'friday')[number // 2 % 2]}/{number}.png"
+            put(photo(), root / name)
+            rows.append((name, ("cat", "dog")[number % 2]))
+    write_csv(root / "metadata.csv", ("file_name", "label"), rows)
+
+
+def with_card(root: Path) -> None:
+    """Captions beside the images, and a card whose globs take them in."""
+    tree(root, ("cat", "dog"))
+    for image in root.rglob("*.png"):
+        image.with_suffix(".txt").write_text("a photo")
+    splits = "".join(f"  - split: {split}\n    path: {split}/**\n" for split in ("train", "test"))
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n"
+    (root / "README.md").write_text(card)
+
+
+def with_other_table(root: Path) -> None:
+    tree(root, ("cat", "dog"))
+    (root / "metadata.csv").write_text("filename,camera\ntrain/cat/0.png,X1\n")
+
+
+def with_odd_suffixes(root: Path) -> None:
+    tree(root, ("cat", "dog"), suffix=".jpg")
+    for number, image in enumerate(sorted(root.rglob("*.jpg"))):
+        image.rename(image.with_suffix((".HEIC", ".mpo", ".jpg")[number % 3]))
+
+
+def clear_value(root: Path) -> None:
+    """Grey PNG files of 16 bits, one value of which is transparent."""
+    for split, name in itertools.product(("train", "test"), ("a", "b")):
+        for number in range(2):
+            pixels = np.full((16, 16), 256 * (20 + number), np.uint16)
+            pixels[4:8] = 777
+            folder = root / split / name
+            folder.mkdir(parents=True, exist_ok=True)
+            png = encoded(pixels)
+            end = png.index(b"IDAT") - 4
+            chunk = b"tRNS" + (777).to_bytes(2, "big")
+            whole = (2).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+            (folder / f"{number}.png").write_bytes(png[:end] + whole + png[end:])
+
+
+def nested(root: Path) -> None:
+    for name, day in itertools.product(("cat", "dog"), ("day1", "day2")):
+        for number in range(3):
+            put(photo(), root / name / day / f"{number}.png")
+
+
+def broken(root: Path) -> None:
+    tree(root, ("cat", "dog"))
+    for image in sorted(root.rglob("*.png")):
+        image.write_bytes(image.read_bytes()[:60])
+
+
+CARD = "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: 30\n---\n"
+SMALL_AND_LARGE = "---\nconfigs:\n" + "".join(
+    f"- config_name: {name}\n  data_files: train.parquet\n" for name in ("small", "large")
+)
+
+
+class Taken(NamedTuple):
+    """How many train and test images of each class there are, and a part of a line on them."""
+
+    make: Callable[[Path], None]
+    train: dict[str, int]
+    test: dict[str, int]
+    line: str = ""
+
+
+TWO = {"cat": 4, "dog": 4}, {"cat": 2, "dog": 2}
+HALVES = {"0": 3, "1": 3}, {"0": 2, "1": 1}
+TAKEN = {
+    "white shapes on transparent ground": Taken(
+        shapes_on_glass, {"ellipse": 6, "rectangle": 6}, {"ellipse": 6, "rectangle": 6}
+    ),
+    "copies in test": Taken(
+        copies_in_test, TWO[0], {"cat": 3, "dog": 3}, "2 of 6 test images are in train too, as"
+    ),
+    "a name with underscores": Taken(
+        lambda root: tree(root, ("__background__", "cat")),
+        {"__background__": 4, "cat": 4},
+        {"__background__": 2, "cat": 2},
+    ),
+    "NA": Taken(described("EU", "NA"), {"EU": 3, "NA": 3}, {"EU": 2, "NA": 1}),
+    "None": Taken(described("crack", "None"), {"crack": 3, "None": 3}, {"crack": 2, "None": 1}),
+    "zeros in front": Taken(
+        described("007", "012", "101"),
+        {"007": 2, "012": 2, "101": 2},
+        {"007": 1, "012": 1, "101": 1},
+    ),
+    "truth": Taken(described(False, True), {"False": 3, "True": 3}, {"False": 2, "True": 1}),
+    "years": Taken(described(1914, 1939), {"1914": 3, "1939": 3}, {"1914": 2, "1939": 1}),
+    "truth in a table": Taken(
+        table(label=lambda _, count: [n % 2 == 1 for n in range(count)]),
+        {"False": 3, "True": 3},
+        {"False": 2, "True": 1},
+    ),
+    "one table for all splits": Taken(
+        one_table_for_all, {"cat": 3, "dog": 3}, {"cat": 2, "dog": 1}
+    ),
+    "a table of other things": Taken(with_other_table, *TWO, "metadata.csv has no columns file_n"),
+    "accents composed in two ways": Taken(
+        lambda root: tree(root, ("thé", NFC), ("thé", NFD)), {NFC: 4, "thé": 4}, {NFC: 2, "thé": 2}
+    ),
+    "a card and captions": Taken(with_card, *TWO),
+    "a card that counts rows that are gone": Taken(table(CARD), *HALVES),
+    "a card that is prose": Taken(table("# Two kinds of leaf\n"), *HALVES),
+    "images as bytes": Taken(table(image=lambda files, _: pa.array(files, pa.binary())), *HALVES),
+    "a categorical column": Taken(
+        table(label=lambda _, count: pa.array((["b", "a"] * 3)[:count]).dictionary_encode()),
+        {"a": 3, "b": 3},
+        {"a": 1, "b": 2},
+    ),
+    "suffixes of other formats": Taken(with_odd_suffixes, *TWO),
+    "a transparent value of 16 bits": Taken(
+        clear_value, {"a": 2, "b": 2}, {"a": 2, "b": 2}, "had transparent parts"
+    ),
+}
+REFUSED = {
+    "labels of test that are hidden": (
+        table(label=lambda _, count: [-1] * count if count == 3 else [n % 2 for n in range(count)]),
+        r"split test, column label: row 0 has label -1",
+    ),
+    "several configurations": (table(SMALL_AND_LARGE + "---\n"), "small"),
+    "images that are lists": (
+        table(image=lambda _, count: [[1, 2]] * count),
+        r"no image column among image \(",
+    ),
+    "folders inside a class": (nested, "which folder is the class of"),
+    "a space behind a name": (
+        lambda root: tree(root, ("cat", "dog"), ("cat ", "dog")),
+        "class 'cat ' has images in test",
+    ),
+    "all are broken": (broken, "12 of 12 images cannot be read: .*0.png"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_others_lost_is_taken(name: str, tmp_path: Path) -> None:
+    case = TAKEN[name]
+    case.make(tmp_path / "own")
+    images = read(tmp_path / "own")
+    counts = images.per_class()
+    found = {s: dict(zip(images.classes, n, strict=True)) for s, n in counts.items()}
+    assert found == {"train": case.train, "test": case.test}
+    lines = [*images.careful, *images.image_format.notes, *images.warnings]
+    assert case.line in " ".join(lines)
+    ends = [images.images.amin((1, 2, 3)), images.images.amax((1, 2, 3))]
+    assert (ends[0] != ends[1]).all()  # no image is blank
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_is_told(name: str, tmp_path: Path) -> None:
+    make, line = REFUSED[name]
+    make(tmp_path / "own")
+    with pytest.raises(DataError, match=line) as refused:
+        read(tmp_path / "own")
+    assert "\n" not in str(refused.value)
