@@ -8,6 +8,7 @@ its last batch.
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from ddp_mnist.errors import UsageError
 
 TASK = "--task"
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
+# What stands beside the score in files and in the output of evaluate
+TAKEN = ("loss", "count", "scores", "score_name", "lr", "epoch", "step", "images_per_second")
 
 
 class Task:
@@ -88,18 +91,18 @@ class Task:
 
     def count(self, predictions: Tensor, targets: Tensor) -> dict[str, Any]:
         """Return the fields of `Metrics` on a whole split, except its loss and count."""
-        found = self.metrics(predictions.numpy(), targets.numpy())
+        score = self.score(predictions, targets).double().mean().item()
+        more = self.metrics(predictions.clone().numpy(), targets.clone().numpy())
+        if taken := more.keys() & {self.name, "loss"}:
+            raise ValueError(f"metrics gives {taken.pop()}, which has another value already")
         # JSON has no NaN
-        scores = {name: float(x) if math.isfinite(x) else None for name, x in found.items()}
-        return {
-            "score": self.score(predictions, targets).double().mean().item(),
-            "scores": scores,
-        }
+        scores = {name: float(x) if math.isfinite(x) else None for name, x in more.items()}
+        return {"score": score, "scores": scores}
 
     def answer(self, outputs: Tensor, top: int) -> dict[str, Any]:
         """Return the answer of the verb predict for one image, from its outputs [1, outputs]."""
         del top  # classes to list
-        numbers = [round(x, 6) for x in self.predict(outputs)[0].tolist()]
+        numbers = [float(f"{x:.7g}") for x in self.predict(outputs)[0].tolist()]
         return {"prediction": dict(zip(self.names, numbers, strict=True))}
 
     def about(self) -> dict[str, Any]:
@@ -197,10 +200,13 @@ def task_from(about: dict[str, Any], names: list[str], run: str) -> Task:
 def find_task(name: str) -> type[Task]:
     """Return the class that --task names. Raise UsageError if it is not a Task with columns."""
     found = own_code.find(TASK, name)
-    is_task = isinstance(found, type) and issubclass(found, Task)
-    if is_task and found.columns and not isinstance(found.columns, str):
-        return found
-    must = "must be a class derived from ddp_mnist.task.Task, with a tuple of columns"
+    must = "must be a class derived from ddp_mnist.task.Task"
+    if isinstance(found, type) and issubclass(found, Task):
+        columns, must = found.columns, "needs columns, a tuple of different names"
+        if columns and not isinstance(columns, str) and len({*columns}) == len(columns):
+            must = f"name must be one word, and not {found.name}"
+            if re.fullmatch(r"[^\W\d]\w*", found.name) and found.name not in TAKEN:
+                return found
     raise UsageError(f"{TASK} {name}: {must}")
 
 

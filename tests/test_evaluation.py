@@ -172,7 +172,7 @@ def table_of(
 ) -> list[str]:
     """Return its lines, for a data set and its classes."""
     counted: dict[str, Any] = {"split": "test", "count": 1234, "accuracy": 0.75, "loss": 0.5}
-    counted |= {"score": "accuracy"}
+    counted |= {"score_name": "accuracy"}
     counted |= {"loss_function": "cross_entropy", "scores": {"f1": 0.25}, "notes": []}
     of_classes = {"class_accuracy": accuracies, "confusion": confusion}
     data_set = {"dataset": {"name": data}, "classes": names, "inject": None}
@@ -244,14 +244,14 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
     images = cache.load("digits")
     for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
         with pytest.raises(UsageError, match=rf"^--split {split}: .*{val_size:,}.*--split test$"):
-            evaluate._rows(images, split, val_size)
-        assert len(evaluate._rows(images, "test", val_size)) == 360
-    assert len(evaluate._rows(images, "train", 1436)) == 1
-    assert len(evaluate._rows(images, "validation", 1436)) == 1436
+            evaluate._parted(images, split, val_size)
+        assert len(evaluate._parted(images, "test", val_size).split("test")) == 360
+    assert len(evaluate._parted(images, "train", 1436).split("train")) == 1
+    assert len(evaluate._parted(images, "validation", 1436).split("validation")) == 1436
     alike = dataclasses.replace(images, keys=np.zeros_like(images.keys))  # none is held
-    assert len(evaluate._rows(alike, "train", 5)) == 1437
+    assert len(evaluate._parted(alike, "train", 5).split("train")) == 1437
     with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
-        evaluate._rows(alike, "validation", 5)
+        evaluate._parted(alike, "validation", 5)
 
 
 NOTES = """

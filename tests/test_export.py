@@ -85,7 +85,7 @@ def test_both_files_give_the_models_logits_and_replace_an_earlier_export(
         assert torch.equal(state[name], tensor.float())
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}  # of a run in float64
     write(run, "safetensors", out=tmp_path)
-    names = {"README.md", "config.json", "model.safetensors"}
+    names = {"README.md", "config.json", "trained_on.npy", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -199,7 +199,7 @@ def test_a_format_that_fails_is_named_and_the_others_are_written(
     assert ended.code == 1 and re.fullmatch(failed.format(r"model\.onnx"), ended.err)
     assert "model.onnx: removed, of an earlier export" in ended.out
     names = {path.name for path in out.iterdir()}
-    assert names == {"README.md", "config.json", "model.safetensors"}
+    assert names == {"README.md", "config.json", "trained_on.npy", "model.safetensors"}
     forward = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda *x: forward(*x) + torch.rand(1))
     ended = typed("export", run, "--out", tmp_path / "none")

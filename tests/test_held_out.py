@@ -329,6 +329,9 @@ def test_images_that_the_first_weights_were_trained_on_are_counted_by_no_later_r
         now = {*np.load(f"{run}/trained_on.npy").tolist()}
         assert now >= seen
         seen = now
+    shutil.copy("second/model.safetensors", "alone.safetensors")
+    said = typed(*command, "--weights", "alone.safetensors", "--dry-run").out
+    assert "--weights alone.safetensors: without trained_on.npy beside it, this may test on" in said
     with pytest.raises(DataError, match=r"^w: \d+ of \d+ test images; give images"):
         images.without(images.keys, "w")
 

@@ -153,7 +153,7 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
-    outcome |= {"steps": 300, "score": "accuracy", "classes": [*"0123456789"]}
+    outcome |= {"steps": 300, "score_name": "accuracy", "classes": [*"0123456789"]}
     outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
     monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
     folder = RunFolder()

@@ -44,7 +44,8 @@ class Spot(Task):
         return score < best
 
     def metrics(self, predictions, targets):
-        return {"worst": np.abs(predictions - targets).max(), "odd": np.nan}
+        predictions -= targets  # its own copies
+        return {"worst": np.abs(predictions).max(), "odd": np.nan}
 
 class Mean(Spot):
     def loss(self, outputs, targets):
@@ -56,6 +57,28 @@ class Total(Spot):
 
 class Word(Spot):
     columns = "x"
+
+class Twice(Spot):
+    columns = ("x", "x")
+
+class Loss(Spot):
+    name = "loss"
+
+class Spread(Spot):
+    def loss(self, outputs, targets):
+        return (outputs[:, 0] - targets).square().mean(1)
+
+class Around(Spot):
+    def score(self, predictions, targets):
+        return (predictions - targets.mean(0)).norm(dim=1)
+
+class Short(Spot):
+    def predict(self, outputs):
+        return outputs[:, :1]
+
+class Again(Spot):
+    def metrics(self, predictions, targets):
+        return {"loss": 1.0}
 
 class Bare(Task):
     pass
@@ -105,7 +128,7 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "on-1")
 
     summary = read_json(tmp_path / "on-1" / "summary.json")
-    assert summary["score"] == "distance"
+    assert summary["score_name"] == "distance"
     assert summary["test_distance"] < 0.5
     assert summary["metrics"]["worst"] < 3
     assert summary["metrics"]["odd"] is None
@@ -136,14 +159,19 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     assert "the file of --task my_task:Spot was changed since" in ended.err
 
 
+ON = "on outputs [3, 2] and targets [3, 2]"
 REFUSED = {
+    "--task my_task:Twice": "--task my_task:Twice: needs columns, a tuple of different names",
+    "--task my_task:Loss": "--task my_task:Loss: name must be one word, and not loss",
+    "--task my_task:Around": f"--task my_task:Around, {ON}: the score of an image depends on other",
+    "--task my_task:Short": f"--task my_task:Short, {ON}: predict gives [3, 1], must be [3, 2]",
+    "--task my_task:Again": f"--task my_task:Again, {ON}: ValueError: metrics gives loss, which",
     "--task my_task:Gone": "--task my_task:Gone: AttributeError: ",
-    "--task my_task:Bare": "--task my_task:Bare: must be a class derived from",
-    "--task my_task:Word": "--task my_task:Word: must be a class derived from",
-    "--task my_task:Mean": "--task my_task:Mean, on outputs [3, 2] and targets [3, 2]: gives the"
-    " loss ",
-    "--task my_task:Total": "--task my_task:Total, on outputs [3, 2] and targets [3, 2]: gives the"
-    " score ",
+    "--task my_task:Bare": "--task my_task:Bare: needs columns, a tuple of",
+    "--task my_task:Word": "--task my_task:Word: needs columns, a tuple of",
+    "--task os.path:join": "--task os.path:join: must be a class derived from",
+    "--task my_task:Mean": f"--task my_task:Mean, {ON}: gives the loss ",
+    "--task my_task:Total": f"--task my_task:Total, {ON}: gives the score ",
     "--task my_task:Spot --loss my_task:f": "--loss my_task:f: has no part in --task my_task:Spot;",
     "--task my_task:Spot --metrics f1": "--metrics f1: has no part in --task my_task:Spot; leave",
     "--task my_task:Spot --dataset digits": "--dataset digits: has classes, and no x, y",
@@ -158,9 +186,10 @@ def test_what_does_not_fit_is_refused(flags: str, spots: Path, typed: Typed) -> 
 
 
 CELLS = {
-    "0.png,,2": "column x is ''; give a finite number",
-    "0.png,nan,2": "column x is 'nan'; give a finite number",
-    "0.png,1,far": "column y is 'far'; give a finite number",
+    "0.png,,2": "column x is ''; give a number below 3e",
+    "0.png,nan,2": "column x is 'nan'; give a number",
+    "0.png,1,far": "column y is 'far'; give a number",
+    "0.png,1,1e39": "column y is '1e39'; give a number",
 }
 
 
@@ -173,7 +202,7 @@ def test_a_cell_that_is_not_a_number_is_named(row: str, spots: Path) -> None:
 
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_table(spots, [["0.png", 1]], "file_name x")
-    with pytest.raises(DataError, match=r"no metadata.csv with the columns file_name, x, y; add"):
+    with pytest.raises(DataError, match=r"no metadata.csv with the columns file_name, x, y; metad"):
         read(spots)
     (tmp_path / "parquet").mkdir()
     columns = {"image": [b"-"], "x": [1.0]}

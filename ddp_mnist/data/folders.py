@@ -242,7 +242,8 @@ def read_metadata(
         labels = {image: int(each) for image, each in labels.items()}
     if columns and not labels:
         named = ", ".join(("file_name", *columns))
-        raise DataError(f"{where}: holds no metadata.csv with the columns {named}; add one")
+        fault = f"{where}: holds no metadata.csv with the columns {named}"
+        raise DataError("; ".join([fault, *notes, "add one"]))
     return labels, notes
 
 

@@ -19,6 +19,7 @@ from ddp_mnist.errors import DataError, reason, shown_name
 
 SPLITS = ("train", "test")
 MAX_CLASSES = 1000
+LARGEST = 3.4e38  # number in float32
 
 Cell = str | bytes | np.ndarray | None  # an image file's path or content, or its pixels
 Split = TypeVar("Split", bound=Collection[Any])
@@ -122,8 +123,8 @@ def number_in(value: Any, at: str) -> float:
     found = math.nan
     with contextlib.suppress(TypeError, ValueError):
         found = float(value)
-    if not math.isfinite(found):
-        raise DataError(f"{at} is {value!r}; give a finite number")
+    if not abs(found) < LARGEST:  # nor if it is NaN
+        raise DataError(f"{at} is {value!r}; give a number below {LARGEST:.1g}")
     return found
 
 

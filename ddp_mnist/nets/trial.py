@@ -12,7 +12,7 @@ from ddp_mnist.data.image_format import Shape
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.ours import Normalised
-from ddp_mnist.task import Task
+from ddp_mnist.task import Classification, Task
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
 
@@ -79,7 +79,8 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
         with blame(on, UsageError):
             seed_forward(device, "trial")
             losses = torch.as_tensor(task.loss(outputs.requires_grad_(), some))
-            scores = torch.as_tensor(task.score(task.predict(outputs.detach()), some))
+            predictions = task.predict(outputs.detach())
+            scores = torch.as_tensor(task.score(predictions, some))
             for name, each in {"loss": losses, "score": scores}.items():
                 if each.shape != some.shape[:1] or not losses.is_floating_point():
                     raise UsageError(
@@ -89,11 +90,30 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
             losses.sum().backward()
             seed_forward(device, "trial")
             again = torch.as_tensor(task.loss(outputs, some))
-            if not torch.allclose(again, losses, rtol=1e-5, atol=1e-6, equal_nan=True):
+            if not is_close(again, losses):
                 raise UsageError(
                     f"{on}: gives others at a second call, so a resumed run would differ; keep"
                     " nothing between calls; draw from a default generator (torch, NumPy, random)"
                 )
+            if isinstance(task, Classification):
+                continue
+            if predictions.shape != some.shape:
+                found, must = list(predictions.shape), list(some.shape)
+                raise UsageError(f"{on}: predict gives {found}, must be {must}")
+            task.count(predictions.cpu(), some.cpu())
+            rows = [(outputs[n : n + 1], some[n : n + 1]) for n in range(len(some))]
+            alone = {
+                "loss": [task.loss(*row) for row in rows],
+                "score": [task.score(task.predict(row), target) for row, target in rows],
+            }
+            for name, each in {"loss": losses, "score": scores}.items():
+                if not is_close(torch.cat(alone[name]), each):
+                    fault = f"the {name} of an image depends on other images, or on chance"
+                    raise UsageError(f"{on}: {fault}, so N processes would not train as one")
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # --- What a checkpoint would lose
@@ -120,7 +140,7 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
     for training in (True, False):
         pair = (net.train(training) for net in (unbroken, resumed))
         ours, theirs = (_logits(net, images[1], step=1) for net in pair)
-        if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True):
+        if not is_close(ours, theirs):
             what = f"forward changes {', '.join(lost)}" if lost else "forward has a memory"
             raise UsageError(
                 f"--model {name}: {what}, which is not in its state_dict, so a resumed run would"

@@ -66,7 +66,14 @@ def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | No
 
 def score_texts(scores: dict[str, float | None]) -> list[str]:
     """Return each score that --metrics named, as it is printed."""
-    return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
+    return [f"{name} {number_text(number)}" for name, number in scores.items()]
+
+
+def number_text(number: float | None) -> str:
+    """Return a score as it is printed; None, which files have for NaN, is undefined."""
+    if number is None or math.isnan(number):
+        return "undefined"
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.4g}"
 
 
 def shown_loss(function: str, loss: float) -> str:
@@ -159,8 +166,9 @@ def evaluate_split(
     counted = b""
     if accelerator.is_main_process:
         loss = losses.sum().item() / rows
-        if not math.isfinite(loss):
-            warn(f"the mean loss of {rows:,} images is {loss}, null in files")
         metrics = Metrics(task.name, loss=loss, count=rows, **task.count(predictions, targets))
+        for name, mean in {"loss": loss, task.name: metrics.score}.items():
+            if not math.isfinite(mean):
+                warn(f"the mean {name} of {rows:,} images is {mean}, null in files")
         counted = json.dumps(dataclasses.asdict(metrics)).encode()
     return Metrics(**json.loads(broadcast_bytes(accelerator, counted)))

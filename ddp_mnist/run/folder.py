@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
-from ddp_mnist.errors import StorageError, UsageError, blame, reason
+from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame, reason
 from ddp_mnist.run.console import as_json, finite, warn, warn_once
 from ddp_mnist.system.locks import HeldError, take
 
@@ -262,10 +262,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def trained_on(run: str | Path) -> np.ndarray:
-    """Return the keys of the images that a run was trained on; none if they are not known."""
-    with contextlib.suppress(OSError, ValueError):
-        return np.asarray(np.load(Path(run) / TRAINED_ON, allow_pickle=False))
-    return np.zeros(0, np.uint64)
+    """Return the keys of the images that a run was trained on; none if they are not known.
+
+    Raise CheckpointError if the file is damaged.
+    """
+    if not (file := Path(run) / TRAINED_ON).exists():
+        return np.zeros(0, np.uint64)
+    with blame(str(file), CheckpointError):
+        return np.asarray(np.load(file, allow_pickle=False))
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:

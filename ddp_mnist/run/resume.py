@@ -19,6 +19,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.run import checkpoint
+from ddp_mnist.run.evaluation import number_text
 from ddp_mnist.run.folder import (
     CONFIG,
     MODEL,
@@ -119,10 +120,11 @@ def has_finished(path: Path) -> str:
     summary = read_json(path / SUMMARY)
     stopped_by = summary["stopped_by"]
     early = f", stopped by {stopped_by}" if stopped_by else ""
-    name = summary["score"]
+    name = summary["score_name"]
+    score = number_text(summary[f"test_{name}"])
     return (
-        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name}"
-        f" {summary['test_' + name]:.4f}; to train longer, change {stopped_by or '--epochs'}"
+        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name} {score};"
+        f" to train longer, change {stopped_by or '--epochs'}"
     )
 
 

@@ -118,6 +118,10 @@ def resolve_and_load(
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
     seen = found.left_out if found else seen_by(recipe.weights)
     images = images.without(seen, f"--weights {recipe.weights} was trained on some")
+    file = None if named or len(seen) else resolved.initial_weights
+    if file and initial_weights.read_weights(file)[1]:  # has the names of classes: a run made it
+        lost = f"--weights {file}: without {TRAINED_ON} beside it, this may test on images that it"
+        images = replace(images, careful=[*images.careful, f"{lost} has seen"])
     device, train = world.accelerator.device, images.split("train")
     task = make_task(recipe, images.classes, train, device)
     if taken := check_net(resolved, images, task, recipe.batch_size // sharers):
@@ -178,12 +182,10 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
 
 
 def seen_by(weights: str | None) -> np.ndarray:
-    """Return the keys of the images that the weights were trained on, if a run of ours made them.
-
-    They lie beside model.safetensors, or in the folder above that of an export.
-    """
-    places = [*Path(weights).absolute().parents][:2] if weights else []
-    return np.concatenate([np.zeros(0, np.uint64), *map(trained_on, places)])
+    """Return the keys of the images that the weights were trained on, which lie beside them."""
+    if not weights or not (file := Path(weights).resolve()).is_file():
+        return np.zeros(0, np.uint64)
+    return trained_on(file.parent)
 
 
 def check_net(config: ResolvedConfig, images: ImageData, task: Task, at_once: int) -> str:

@@ -24,7 +24,14 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.run.console import Console, count, named_lines
-from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, score_texts, shown_loss
+from ddp_mnist.run.evaluation import (
+    CROSS_ENTROPY,
+    Metrics,
+    number_text,
+    packed,
+    score_texts,
+    shown_loss,
+)
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
@@ -169,10 +176,10 @@ def epoch_line(
 ) -> str:
     """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""
     parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
-    parts += [f"{score} {means['score']:.4f}"] if means["score"] is not None else []
+    parts += [f"{score} {number_text(means['score'])}"] if means["score"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [f"validation {validation.score:.4f}", *score_texts(validation.scores)]
+        parts += [f"validation {number_text(validation.score)}", *score_texts(validation.scores)]
     return "  ".join(parts)
 
 
@@ -203,7 +210,7 @@ def summarise(
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
-        "score": test.name,
+        "score_name": test.name,
         f"test_{test.name}": test.score,
         "test_loss": test.loss,
         "test_count": test.count,
@@ -258,13 +265,12 @@ def first_three(parts: list[str]) -> str:
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     """Return the result as lines; the first says it all."""
-    name, classes = outcome["score"], outcome["classes"]
+    name, classes = outcome["score_name"], outcome["classes"]
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
-    result = (
-        f"test {name} {score:.4f} on {images:,} images of {outcome['dataset']['name']}{wrong},"
-        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}"
-    )
+    loss = shown_loss(outcome["loss_function"], outcome["test_loss"])
+    of = f"{images:,} images of {outcome['dataset']['name']}"
+    result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
     lines = {
         "and": ", ".join(score_texts(outcome["metrics"])),
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"

@@ -73,7 +73,8 @@ def evaluate_run(
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        rows = _rows(images, flags.split, config["val_size"], config["left_out"])
+        images = _parted(images, flags.split, config["val_size"], config["left_out"])
+        rows = images.split(flags.split)
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, task = trained.model.to(accelerator.device), trained.task
@@ -92,7 +93,7 @@ def evaluate_run(
             "classes": images.classes,
             "inject": config["inject"],
             "loss_function": config["task"] or loss or evaluation.CROSS_ENTROPY,
-            "score": metrics.name,
+            "score_name": metrics.name,
             **metrics.as_json(),
         }
 
@@ -172,15 +173,17 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
     return dataclasses.replace(images, classes=classes, targets=of_run[images.targets])
 
 
-def _rows(images: ImageData, split: str, val_size: int, left_out: Sequence[int] = ()) -> Rows:
-    """Return the split's images and targets; the run held out `val_size` of the train images."""
+def _parted(
+    images: ImageData, split: str, val_size: int, left_out: Sequence[int] = ()
+) -> ImageData:
+    """Return the data set in the run's parts; it held out `val_size` of the train images."""
     there, why = len(images.rows["train"]), "the run's --weights were trained on some"
     if split == "test":
-        return images.without(left_out, why).split("test")
+        return images.without(left_out, why)
     if val_size < there:
         images = images.hold_out(val_size).without(left_out, why)
-        if len(rows := images.split(split)):
-            return rows
+        if len(images.split(split)):
+            return images
         val_size = len(images.rows["validation"])
     held = f"{images.name} has {there:,} train images, and the run held {val_size:,} out"
     raise UsageError(f"--split {split}: {held}; use --split test")
@@ -218,10 +221,10 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return score, loss and the confusion matrix, or the worst of it if that is large."""
-    names, score = [shown_name(name) for name in metrics["classes"]], metrics["score"]
+    names, score = [shown_name(name) for name in metrics["classes"]], metrics["score_name"]
     by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
     loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
-    numbers = [f"{score} {metrics[score]:.4f}", loss]
+    numbers = [f"{score} {evaluation.number_text(metrics[score])}", loss]
     numbers += evaluation.score_texts(metrics["scores"])
     data = printable(metrics["dataset"]["name"])
     lines = [

@@ -78,6 +78,8 @@ def write_folder(
     card = model_card(trained, flags)
     about = {"architecture": trained.architecture, "classes": trained.task.names}
     others = {CARD: card.encode(), ABOUT: folder.to_json(about).encode()}
+    if (seen := Path(flags.run) / folder.TRAINED_ON).exists():  # goes where the weights go
+        others[folder.TRAINED_ON] = seen.read_bytes()
     with folder.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in (contents | others).items():
@@ -92,7 +94,7 @@ def refuse_other_files(out: Path) -> None:
     """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
     if folder.read_if_whole(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
-        others -= {CARD, ABOUT, *EXPORTS.values()}
+        others -= {CARD, ABOUT, folder.TRAINED_ON, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
         raise UsageError(f"--out {out}: is or holds other files ({there}); name a new folder")

@@ -8,6 +8,7 @@ import jinja2
 
 from ddp_mnist.errors import printable
 from ddp_mnist.run.console import as_json
+from ddp_mnist.run.evaluation import number_text
 
 
 def markdown(text: str) -> str:
@@ -25,6 +26,7 @@ ENVIRONMENT = jinja2.Environment(
 )
 ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
 ENVIRONMENT.filters |= {"markdown": markdown, "printable": printable, "thousands": "{:,}".format}
+ENVIRONMENT.filters |= {"number": number_text}
 
 
 def render(template: str, **facts: Any) -> str:

@@ -53,7 +53,7 @@ FIX = (
     " results from this machine"
 )
 BY_FAULT = "this is the fault that was injected"
-BY_LOSS = "the loss of an image must depend on nothing but its own logits and label; correct --loss"
+BY_LOSS = "the loss of an image must depend on nothing but its own outputs and target; correct it"
 BY_NET = "expected of a model with BatchNorm (use GroupNorm, or --sync-bn on GPUs) or Dropout"
 
 
@@ -104,7 +104,7 @@ def explained(check: CheckResult, recipe: Recipe) -> CheckResult:
         fix = BY_FAULT
     elif "difference" in check.figures and recipe.model not in PROVEN:
         fix = BY_NET
-    elif "difference" in check.figures and recipe.loss:
+    elif "difference" in check.figures and (recipe.loss or recipe.task):
         fix = BY_LOSS
     return check._replace(fix=fix if check.fix else "")
 
@@ -277,13 +277,13 @@ def count_shards(
             rows = Rows(images.images, images.targets, test[:count_of_rows])
             loader = make_eval_loader(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, task)
-            together.append((round(metrics.score, 9), metrics.details.get("confusion")))
+            together.append((f"{metrics.score:.9g}", metrics.details.get("confusion")))
             pairs = [*zip(predictions, rows.targets[rows.rows].split(1), strict=False)]
             score = sum(task.score(*pair).item() for pair in pairs) / len(pairs)
             matrix = torch.zeros(task.outputs, task.outputs, dtype=torch.int64)
             for guess, label in pairs if images.classes else ():
                 matrix[label, guess] += 1
-            by_hand.append((round(score, 9), matrix.tolist() if images.classes else None))
+            by_hand.append((f"{score:.9g}", matrix.tolist() if images.classes else None))
     return together, by_hand
 
 
