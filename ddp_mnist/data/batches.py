@@ -73,7 +73,7 @@ class ImageData:
         rows, careful, left_out = dict(self.rows), [*self.careful], list[int]()
         for split in ("validation", "test"):
             there = rows.get(split, np.arange(0))
-            is_seen = np.isin(self.keys[there], np.array([*seen], np.uint64))
+            is_seen = np.isin(self.keys[there], np.asarray(seen, np.uint64))
             if is_seen.any():
                 those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
                 if is_seen.all():
