@@ -99,6 +99,8 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
             for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
+            for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
+                assert torch.equal(parameter.grad, gradient)  # for whoever looks after the step
     for number, (name, before) in enumerate(net.named_parameters()):
         after = moved["muon"].get_parameter(name)
         if not name.startswith("conv") or name.endswith("bias"):

@@ -27,6 +27,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        gradients = {}
         for group in self.param_groups:
             for kernel in group["params"]:
                 if kernel.ndim != 4 or kernel.grad is None:
@@ -39,8 +40,10 @@ class Muon(torch.optim.AdamW):
                 direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
                 kernel.mul_(1 - group["lr"] * group["weight_decay"])
                 kernel.sub_(direction, alpha=KERNEL_STEP * group["lr"])
-                kernel.grad = None  # AdamW skips parameters that have none
+                gradients[kernel], kernel.grad = kernel.grad, None  # so that AdamW skips it
         super().step(closure)
+        for kernel, gradient in gradients.items():
+            kernel.grad = gradient
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
