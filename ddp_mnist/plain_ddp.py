@@ -23,7 +23,8 @@ from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, ImageData
+from ddp_mnist.data.batches import GlobalBatchSampler, split, splits
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.optim import make_optimizer
@@ -45,7 +46,7 @@ def train_plain(
     """Train in the existing process group. Return the net and the seconds that it took."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rows = images.to_if_it_fits(device).split("train")
+    rows, _, _ = splits(images, device)
 
     # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
@@ -95,7 +96,7 @@ def test_accuracy(net: nn.Module, images: ImageData) -> float:
     """Return the accuracy: each rank counts its own test images, and the counts are added up."""
     device = next(net.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    test = images.split("test")
+    test = split(images, "test")
     net.eval()
     for rows in torch.arange(dist.get_rank(), len(test), dist.get_world_size()).split(1000):
         pixels, labels, _ = test.take(rows)

@@ -17,7 +17,7 @@ from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import join_world, warm_up_ddp
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, make_loader
+from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, splits
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.optim import make_optimizer
@@ -67,7 +67,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     accelerator.gradient_accumulation_steps = recipe.grad_accum  # known since the ranks agreed
 
     # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
-    train_rows, val_rows, test_rows = run.images.to_if_it_fits(device).splits()
+    train_rows, val_rows, test_rows = splits(run.images, device)
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
@@ -77,7 +77,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     # DDP rebuilds its buckets after the first backward pass: now, so that a resumed run sums alike.
-    warm_up_ddp(accelerator, model, run.images.images[: batches.micro_batch_size])
+    warm_up_ddp(accelerator, model, train_rows.images[: batches.micro_batch_size])
     val_loader = make_eval_loader(accelerator, val_rows)
     test_loader = make_eval_loader(accelerator, test_rows)
 

@@ -17,7 +17,7 @@ import torch
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat
 
 # datasets reads its environment at import: not before conftest.py set it.
@@ -43,14 +43,15 @@ class Part(NamedTuple):
 
 def of(data: ImageData, split: str) -> Part:
     rows = data.rows[split]
-    return Part(data.images[rows], data.targets[rows], data.keys[rows])
+    images, targets = (torch.from_numpy(each[rows]) for each in (data.images, data.targets))
+    return Part(images, targets, data.keys[rows])
 
 
 def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
     """Return a data set that was decoded for this call."""
     with tempfile.TemporaryDirectory() as place:
         data = cache.load(str(folder), place, reading)
-        return replace(data, images=data.images.clone(), keys=np.array(data.keys))
+        return replace(data, images=np.array(data.images), keys=np.array(data.keys))
 
 
 # --- Folders of every format

@@ -13,9 +13,10 @@ import torch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache as caching
-from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, Rows, make_loader
+from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader, splits
 from ddp_mnist.data.cache import cache_folder, choose
 from ddp_mnist.data.cache import load as load_cached
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.listing import Listing
 from ddp_mnist.data.seeding import generator
@@ -67,7 +68,7 @@ def built_again(name: str) -> list[str]:
 def same(a: ImageData, b: ImageData) -> bool:
     names = ("name", "source", "digest", "classes", "image_format")
     return all(getattr(a, name) == getattr(b, name) for name in names) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "targets")
+        np.array_equal(getattr(a, name), getattr(b, name)) for name in ("images", "targets")
     )
 
 
@@ -306,14 +307,14 @@ def numbered(train: int, test: int = 3) -> ImageData:
     """Return a data set whose labels are the rows' numbers."""
     image_format = ImageFormat((1, 1, 1), (0.5,), (0.5,), [], False, False)
     keys = np.random.default_rng(0).integers(0, 2**64, train, np.uint64)
-    labels = torch.tensor([*range(train), *range(test)])
+    labels = np.array([*range(train), *range(test)])
     return ImageData(
         "numbers",
         "",
         "",
         [],
         image_format,
-        images=labels.to(torch.uint8)[:, None, None, None],
+        images=labels.astype(np.uint8)[:, None, None, None],
         targets=labels,
         keys=np.concatenate([keys, keys[:test]]),
         rows={"train": np.arange(train), "test": np.arange(train, train + test)},
@@ -322,17 +323,16 @@ def numbered(train: int, test: int = 3) -> ImageData:
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10)])
 def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_size: int) -> None:
-    splits = []
+    found = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        split = numbered(rows).hold_out(val_size).split
-        train, validation, test = map(split, ("train", "validation", "test"))
-        splits.append([train.rows.tolist(), validation.rows.tolist()])
+        train, validation, test = splits(numbered(rows).hold_out(val_size))
+        found.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
         assert train.rows.dtype == validation.rows.dtype == torch.int64
         assert test.targets[test.rows].tolist() == [0, 1, 2]
-    assert splits[0] == splits[1]
-    assert sorted(chain(*splits[0])) == list(range(rows))
+    assert found[0] == found[1]
+    assert sorted(chain(*found[0])) == list(range(rows))
     of_every_numpy = numbered(100).hold_out(20).rows["validation"][:5].tolist()
     assert of_every_numpy == [2, 3, 11, 13, 15]
 

@@ -245,11 +245,11 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
     for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
         with pytest.raises(UsageError, match=rf"^--split {split}: .*{val_size:,}.*--split test$"):
             evaluate._parted(images, split, val_size)
-        assert len(evaluate._parted(images, "test", val_size).split("test")) == 360
-    assert len(evaluate._parted(images, "train", 1436).split("train")) == 1
-    assert len(evaluate._parted(images, "validation", 1436).split("validation")) == 1436
+        assert len(evaluate._parted(images, "test", val_size).rows["test"]) == 360
+    assert len(evaluate._parted(images, "train", 1436).rows["train"]) == 1
+    assert len(evaluate._parted(images, "validation", 1436).rows["validation"]) == 1436
     alike = dataclasses.replace(images, keys=np.zeros_like(images.keys))  # none is held
-    assert len(evaluate._parted(alike, "train", 5).split("train")) == 1437
+    assert len(evaluate._parted(alike, "train", 5).rows["train"]) == 1437
     with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
         evaluate._parted(alike, "validation", 5)
 

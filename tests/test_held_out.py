@@ -14,9 +14,9 @@ import pytest
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, validation_rows
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.run.folder import read_json
 from tests import data_sets
@@ -40,7 +40,7 @@ def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]
     """Return train, validation or test for each image's pixels."""
     images = images.hold_out(len(images.rows["train"]) // 5 if val_size is None else val_size)
     return {
-        image.numpy().tobytes(): part
+        image.tobytes(): part
         for part, rows in images.rows.items()
         for image in images.images[rows]
     }

@@ -100,6 +100,7 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
                 parameter.grad = gradient.clone()
             optimizer.step()
             for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
+                assert parameter.grad is not None
                 assert torch.equal(parameter.grad, gradient)  # for whoever looks after the step
     for number, (name, before) in enumerate(net.named_parameters()):
         after = moved["muon"].get_parameter(name)

@@ -245,7 +245,7 @@ def test_what_others_lost_is_taken(name: str, tmp_path: Path) -> None:
     assert found == {"train": case.train, "test": case.test}
     lines = [*images.careful, *images.image_format.notes, *images.warnings]
     assert case.line in " ".join(lines)
-    ends = [images.images.amin((1, 2, 3)), images.images.amax((1, 2, 3))]
+    ends = [images.images.min((1, 2, 3)), images.images.max((1, 2, 3))]
     assert (ends[0] != ends[1]).all()  # no image is blank
 
 

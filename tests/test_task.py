@@ -14,7 +14,7 @@ import torch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json

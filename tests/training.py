@@ -14,7 +14,7 @@ import pytest
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import STATUS, read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, train_until, weights_of

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ddp_mnist.cluster.launch import find_launch
@@ -29,7 +30,8 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.batches import split
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.training_run import TrainingRun
@@ -104,18 +106,17 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
         else:
             config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
             device = world.accelerator.device
-            task = make_task(recipe, short.classes, short.split("train"), device)
+            task = make_task(recipe, short.classes, split(short, "train"), device)
             run = TrainingRun(config, world, short, task, StopSignals())
             seconds = fit(run)["train_seconds"]
         return steps * recipe.batch_size / seconds
 
 
 def first_rows(images: ImageData, train_rows: int) -> ImageData:
-    """Return the data set with its first images alone."""
-    rows = {"train": train_rows, "test": TEST_ROWS}
-    names = [f"{split}_{kind}" for split in rows for kind in ("images", "labels", "keys")]
-    parts = {name: getattr(images, name)[: rows[name.partition("_")[0]]] for name in names}
-    return replace(images, **parts)
+    """Return the data set with the first rows of its splits alone, without a validation."""
+    most = {"train": train_rows, "test": TEST_ROWS}
+    rows = {name: rows[: most[name]] for name, rows in images.rows.items()}
+    return replace(images, rows=rows | {"validation": np.arange(0)})
 
 
 if __name__ == "__main__":

@@ -5,12 +5,8 @@ batches, the same on every rank, and Accelerate gives each rank its part of each
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
 
-import dataclasses
-import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,108 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_mnist.data import held_out
-from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.seeding import generator
-from ddp_mnist.errors import DataError
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """A decoded data set, read-only by convention: processes share its memory."""
-
-    name: str  # for people, e.g. mnist
-    source: str  # kind and place, e.g. hub:ylecun/mnist
-    digest: str  # SHA-256 of pixels, labels and class names, and of how a test was drawn
-    classes: list[str]  # their names; a label is an index into these. [] if targets are numbers
-    image_format: ImageFormat  # how the images were prepared
-    images: Tensor  # uint8 [N, C, H, W], of all splits
-    targets: Tensor  # int64 [N], labels; or float32 [N, columns], of a task without classes
-    keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
-    rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
-    files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
-    test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
-    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
-    warnings: list[str] = field(default_factory=list)  # messages from opening it
-    left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
-
-    def to_if_it_fits(self, device: torch.device) -> "ImageData":
-        """Return the data set in the device's memory (55 MB for MNIST) if half of that is enough.
-
-        Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
-        """
-        # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
-        if device.type == "cpu" or self.images.nbytes > torch.cuda.mem_get_info(device)[0] / 2:
-            return self
-        images, targets = self.images.to(device), self.targets.to(device)
-        return dataclasses.replace(self, images=images, targets=targets)
-
-    def hold_out(self, val_size: int) -> "ImageData":
-        """Return the data set with `val_size` train images held out, the same for every seed.
-
-        If the test split was drawn from train too, their number is approximate.
-        """
-        train = self.rows["train"]
-        keys, strata = self.keys[train], held_out.strata(self.targets.numpy()[train])
-        held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
-        rows = {"train": np.setdiff1d(train, held), "validation": held}
-        return dataclasses.replace(self, rows=self.rows | rows)
-
-    def without(self, seen: Collection[int], why: str) -> "ImageData":
-        """Return the data set without the validation and test images whose keys were `seen`.
-
-        Raise DataError, which begins with `why`, if nothing is left of a split.
-        """
-        rows, careful, left_out = dict(self.rows), [*self.careful], list[int]()
-        for split in ("validation", "test"):
-            there = rows.get(split, np.arange(0))
-            is_seen = np.isin(self.keys[there], np.asarray(seen, np.uint64))
-            if is_seen.any():
-                those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
-                if is_seen.all():
-                    raise DataError(f"{those}; give images that it has not seen, for {split}")
-                careful.append(f"{those}, which are left out")
-                left_out += self.keys[there[is_seen]].tolist()
-                rows[split] = there[~is_seen]
-        return dataclasses.replace(self, rows=rows, careful=careful, left_out=left_out)
-
-    def split(self, name: str) -> "Rows":
-        """Return the rows of train, validation or test; none of a split that there is not."""
-        rows = self.rows.get(name, np.arange(0))
-        return Rows(self.images, self.targets, torch.from_numpy(rows))
-
-    def splits(self) -> tuple["Rows", "Rows", "Rows"]:
-        """Return the rows to train on, to validate on and to test on."""
-        return self.split("train"), self.split("validation"), self.split("test")
-
-    def trained_on(self) -> np.ndarray:
-        """Return the distinct keys, sorted, of the train images that are not held out."""
-        return np.unique(self.keys[self.rows["train"]])
-
-    def files_of(self, rows: Iterable[int]) -> dict[int, str]:
-        """Return the files, relative to their folder, of those of the rows that have one."""
-        files = json.loads(self.files.read_text()) if self.files else []
-        return {row: files[row] for row in rows if files and files[row]}
-
-    def per_class(self) -> dict[str, list[int]]:
-        """Return the number of images of each class, by split, validation's in train."""
-        rows = {"train": [*self.rows["train"], *self.rows.get("validation", [])]}
-        rows["test"] = [*self.rows["test"]]
-        labels, count = self.targets.cpu().numpy(), len(self.classes)
-        return {s: np.bincount(labels[each], minlength=count).tolist() for s, each in rows.items()}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the data set's entry in summary.json."""
-        validation = len(self.rows.get("validation", ()))
-        return {
-            "name": self.name,
-            "source": self.source,
-            "digest": self.digest,
-            "train_rows": len(self.rows["train"]) + validation,
-            "test_rows": len(self.rows["test"]),
-            "val_rows": validation,
-        }
-
 
 # --- Rows
 
@@ -146,6 +42,29 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self.images.index_select(0, rows), self.targets[rows], indices
 
     __getitems__ = take  # the name by which DataLoader calls it
+
+
+SPLITS, CPU = ("train", "validation", "test"), torch.device("cpu")
+
+
+def splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
+    """Return the rows to train on, to validate on and to test on.
+
+    On a GPU the images (55 MB for MNIST) are copied there if they fit into half of its memory.
+    Otherwise they stay mapped from the disk, and batches are sent one by one.
+    """
+    images, targets = torch.from_numpy(data.images), torch.from_numpy(data.targets)
+    # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
+    if device.type == "cuda" and images.nbytes <= torch.cuda.mem_get_info(device)[0] / 2:
+        images, targets = images.to(device), targets.to(device)
+    numbers = (torch.from_numpy(data.rows.get(name, np.arange(0))) for name in SPLITS)
+    train, validation, test = (Rows(images, targets, rows) for rows in numbers)
+    return train, validation, test
+
+
+def split(data: ImageData, name: str) -> Rows:
+    """Return the rows of train, validation or test; none of a split that there is not."""
+    return splits(data)[SPLITS.index(name)]
 
 
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
-from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode_all import decode_all, rows_of
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
@@ -200,7 +199,6 @@ def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
-    found |= {name: torch.from_numpy(found[name]) for name in ("images", "targets")}
     return ImageData(**found, rows=rows, test_share=share)
 
 

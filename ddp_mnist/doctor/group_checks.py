@@ -23,6 +23,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
+from ddp_mnist.data.batches import split
 from ddp_mnist.doctor.collectives import SIZES, all_reduce_ms, collectives
 from ddp_mnist.doctor.machine_checks import check_machine, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
@@ -255,7 +256,7 @@ def training(group: Group) -> list[CheckResult]:
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
     images = images.hold_out(recipe.val_size)
     device = group.world.accelerator.device
-    task = make_task(recipe, images.classes, images.split("train"), device)
+    task = make_task(recipe, images.classes, split(images, "train"), device)
     with listen() as stop:
         run = TrainingRun(config, group.world, images, task, stop)
         summary = train.fit(run)

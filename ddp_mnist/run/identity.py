@@ -6,7 +6,7 @@ from typing import Any
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import OnResume, flag_fields, flag_name, flag_values
 from ddp_mnist.config.run import ResolvedConfig
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.run.versions import code_digest, own_digests, package_versions
 
 FORMAT = 11  # of config.json and of checkpoints; a different one cannot be resumed

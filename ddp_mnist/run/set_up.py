@@ -22,7 +22,8 @@ from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.batches import split
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, trial
@@ -122,7 +123,7 @@ def resolve_and_load(
     if file and initial_weights.read_weights(file)[1]:  # has the names of classes: a run made it
         lost = f"--weights {file}: without {TRAINED_ON} beside it, this may test on images that it"
         images = replace(images, careful=[*images.careful, f"{lost} has seen"])
-    device, train = world.accelerator.device, images.split("train")
+    device, train = world.accelerator.device, split(images, "train")
     task = make_task(recipe, images.classes, train, device)
     if taken := check_net(resolved, images, task, recipe.batch_size // sharers):
         console.print(f"weights    {taken}")

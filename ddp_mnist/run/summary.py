@@ -20,7 +20,8 @@ from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import describe_augmentation
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.batches import splits
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.run.console import Console, count, named_lines
@@ -51,7 +52,7 @@ def plan(
 ) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    train_rows, val_rows, test_rows = map(len, images.splits())
+    train_rows, val_rows, test_rows = map(len, splits(images))
     steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
@@ -117,7 +118,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
 
 def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
-    labels = images.targets.numpy()[images.rows["train"]]
+    labels = images.targets[images.rows["train"]]
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = [*zip(map(shown_name, images.classes), counts, strict=True)]
     shown = ", ".join(f"{name}: {number:,}" for name, number in each)
@@ -126,7 +127,7 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     if len(shown) > ONE_LINE:
         shown = f"{least:,} ({rare}) to {most:,} ({common}) train images each"
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
-    held = {"--val-size": len(images.split("validation"))}
+    held = {"--val-size": len(images.rows["validation"])}
     held |= {"--test-size": len(images.rows["test"])} if images.test_share else {}
     largest = max(held, key=held.__getitem__)
     fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"

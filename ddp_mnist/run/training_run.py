@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
 from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, tell_at_once

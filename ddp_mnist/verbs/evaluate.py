@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
@@ -22,7 +21,8 @@ from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows
+from ddp_mnist.data.batches import Rows, split
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import (
     CheckpointError,
     DataError,
@@ -74,7 +74,7 @@ def evaluate_run(
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         images = _parted(images, flags.split, config["val_size"], config["left_out"])
-        rows = images.split(flags.split)
+        rows = split(images, flags.split)
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, task = trained.model.to(accelerator.device), trained.task
@@ -162,14 +162,14 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
     Raise UsageError if an image of the split has such a class.
     """
     index_of = {name: index for index, name in enumerate(classes)}
-    counted = images.split("test" if flags.split == "test" else "train")
-    for label in counted.targets[counted.rows].unique().tolist():
+    counted = images.rows["test" if flags.split == "test" else "train"]
+    for label in np.unique(images.targets[counted]).tolist():
         if images.classes[label] not in index_of:
             fault = f"class {shown_name(images.classes[label])} is not one of the run's"
             fix = "rename it to one of them, or leave its images out"
             known = joined(map(shown_name, classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
-    of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
+    of_run = np.array([index_of.get(name, -1) for name in images.classes])
     return dataclasses.replace(images, classes=classes, targets=of_run[images.targets])
 
 
@@ -182,7 +182,7 @@ def _parted(
         return images.without(left_out, why)
     if val_size < there:
         images = images.hold_out(val_size).without(left_out, why)
-        if len(images.split(split)):
+        if len(images.rows[split]):
             return images
         val_size = len(images.rows["validation"])
     held = f"{images.name} has {there:,} train images, and the run held {val_size:,} out"

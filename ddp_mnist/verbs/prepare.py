@@ -1,15 +1,18 @@
 """The verb `prepare`: fetch and decode a data set once, into the cache."""
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console
-from ddp_mnist.task import options_of
 from ddp_mnist.verbs.flags import Prepare
 
 
 def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
-    console = Console(True)
-    options = options_of(vars(flags))
+    console, options = Console(True), ImageOptions.of(vars(flags))
+    if flags.task:
+        from ddp_mnist.task import options_of  # imports torch, which takes a second
+
+        options = options_of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:

@@ -23,7 +23,8 @@ import torch
 
 from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, eval_batch_size
+from ddp_mnist.data.batches import eval_batch_size, split
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
 from ddp_mnist.run import folder, weights
@@ -137,10 +138,10 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         return change
     run.no_mistakes = "There are none."
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
-    test = images.split("test")
-    batches = torch.arange(len(test)).split(eval_batch_size(images.images))
+    test = split(images, "test")
+    batches = torch.arange(len(test)).split(eval_batch_size(test.images))
     outputs = torch.cat([trained.model(test.take(rows)[0]) for rows in batches])
-    targets, names = images.targets[test.rows], trained.task.names
+    targets, names = test.targets[test.rows], trained.task.names
     if not images.classes:
         columns = zip(names, trained.task.predict(outputs).T, targets.T, strict=True)
         run.scatter = {name: plots.scatter(name, *both) for name, *both in columns}
@@ -157,7 +158,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
             "label_probability": float(probabilities[row, label]),
             "guess": names[guesses[row]],
             "guess_probability": float(certainty[row]),
-            "png": as_data_uri(images.images[test.rows[row]]),
+            "png": as_data_uri(test.images[test.rows[row]]),
         }
         for row in shown
     ]

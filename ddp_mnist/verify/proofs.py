@@ -25,7 +25,8 @@ from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows
+from ddp_mnist.data.batches import Rows, split
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
@@ -190,8 +191,8 @@ def who_took_what(run: Watched) -> Iterator[str]:
     Augmented images are shown by a digest of their pixels.
     """
     data = images_of(run.config.run.dataset, run.config.recipe.task)
-    train_images = data.images[data.rows["train"]]
-    places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
+    train = split(data, "train").take([*range(len(data.rows["train"]))])[0]
+    places = {watch.digest_of_image(image): place for place, image in enumerate(train)}
     for rank, seen in enumerate(run.ranks):
         images = seen.images[0]
         shown = " ".join(f"{places.get(image, image[:6]):>4}" for image in images[:6])
@@ -270,11 +271,11 @@ def count_shards(
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
             count_padding(world.accelerator, world.store)
-        test = torch.from_numpy(images.rows["test"])
-        tried = images.images[test[: max(SHARDS)[0]]]
+        test = split(images, "test")
+        tried = test.take([*range(max(SHARDS)[0])])[0]
         predictions = [task.predict(net(image[None])) for image in tried]
         for count_of_rows, per_process in SHARDS:
-            rows = Rows(images.images, images.targets, test[:count_of_rows])
+            rows = Rows(test.images, test.targets, test.rows[:count_of_rows])
             loader = make_eval_loader(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, task)
             together.append((f"{metrics.score:.9g}", metrics.details.get("confusion")))

@@ -1,0 +1,96 @@
+"""The data set in numbers: all images, their targets, and the rows of each split.
+
+It takes no torch, so that preparing a data set needs none.
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp_mnist.data import held_out
+from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.errors import DataError
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A decoded data set, read-only by convention: processes share its memory."""
+
+    name: str  # for people, e.g. mnist
+    source: str  # kind and place, e.g. hub:ylecun/mnist
+    digest: str  # SHA-256 of pixels, labels and class names, and of how a test was drawn
+    classes: list[str]  # their names; a label is an index into these. [] if targets are numbers
+    image_format: ImageFormat  # how the images were prepared
+    images: np.ndarray  # uint8 [N, C, H, W], of all splits
+    targets: np.ndarray  # int64 [N], labels; or float32 [N, columns], of a task without classes
+    keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
+    rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
+    files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
+    test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
+    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
+    warnings: list[str] = field(default_factory=list)  # messages from opening it
+    left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
+
+    def hold_out(self, val_size: int) -> "ImageData":
+        """Return the data set with `val_size` train images held out, the same for every seed.
+
+        If the test split was drawn from train too, their number is approximate.
+        """
+        train = self.rows["train"]
+        keys, strata = self.keys[train], held_out.strata(self.targets[train])
+        held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
+        rows = {"train": np.setdiff1d(train, held), "validation": held}
+        return dataclasses.replace(self, rows=self.rows | rows)
+
+    def without(self, seen: Collection[int], why: str) -> "ImageData":
+        """Return the data set without the validation and test images whose keys were `seen`.
+
+        Raise DataError, which begins with `why`, if nothing is left of a split.
+        """
+        rows, careful, left_out = dict(self.rows), [*self.careful], list[int]()
+        for split in ("validation", "test"):
+            there = rows.get(split, np.arange(0))
+            is_seen = np.isin(self.keys[there], np.asarray(seen, np.uint64))
+            if is_seen.any():
+                those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
+                if is_seen.all():
+                    raise DataError(f"{those}; give images that it has not seen, for {split}")
+                careful.append(f"{those}, which are left out")
+                left_out += self.keys[there[is_seen]].tolist()
+                rows[split] = there[~is_seen]
+        return dataclasses.replace(self, rows=rows, careful=careful, left_out=left_out)
+
+    def trained_on(self) -> np.ndarray:
+        """Return the distinct keys, sorted, of the train images that are not held out."""
+        return np.unique(self.keys[self.rows["train"]])
+
+    def files_of(self, rows: Iterable[int]) -> dict[int, str]:
+        """Return the files, relative to their folder, of those of the rows that have one."""
+        files = json.loads(self.files.read_text()) if self.files else []
+        return {row: files[row] for row in rows if files and files[row]}
+
+    def per_class(self) -> dict[str, list[int]]:
+        """Return the number of images of each class, by split, validation's in train."""
+        rows = {"train": [*self.rows["train"], *self.rows.get("validation", [])]}
+        rows["test"] = [*self.rows["test"]]
+        count = len(self.classes)
+        return {
+            s: np.bincount(self.targets[each], minlength=count).tolist() for s, each in rows.items()
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the data set's entry in summary.json."""
+        validation = len(self.rows.get("validation", ()))
+        return {
+            "name": self.name,
+            "source": self.source,
+            "digest": self.digest,
+            "train_rows": len(self.rows["train"]) + validation,
+            "test_rows": len(self.rows["test"]),
+            "val_rows": validation,
+        }
