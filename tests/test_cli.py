@@ -307,7 +307,7 @@ def test_what_is_given_arrives() -> None:
         RunFlags(dataset="digits", quiet=True),
         Recipe(lr=0.5, epochs=3, augment=True),
         Distribution(backend="gloo"),
-        explicit=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
+        typed=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
     )
     assert config_of("") == config_of("--debug") == TrainConfig()
     mixed = config_of("--use_mix_precision --batch_size=64 --no_augment")
@@ -320,7 +320,7 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
         assert config.recipe == Recipe(preset="accurate", **{**preset, "augment": False})
         assert config.run == RunFlags(seed=7)
         # a resumed run keeps its values, whatever the preset stands for
-        assert config.explicit == {"preset", "augment", "seed"}
+        assert config.typed == {"preset", "augment", "seed"}
     assert config_of("--preset fast").recipe == Recipe()
 
 

@@ -40,9 +40,7 @@ def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]
     """Return train, validation or test for each image's pixels."""
     images = images.hold_out(len(images.rows["train"]) // 5 if val_size is None else val_size)
     return {
-        image.tobytes(): part
-        for part, rows in images.rows.items()
-        for image in images.images[rows]
+        image.tobytes(): part for part, rows in images.rows.items() for image in images.images[rows]
     }
 
 

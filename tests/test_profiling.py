@@ -27,7 +27,7 @@ def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: P
 def test_a_resumed_run_with_too_few_steps_left_ends_well_without_a_trace(tmp_path: Path) -> None:
     config = proof_config(model="mlp")
     stop(config, tmp_path, step=40)
-    again = with_flags(resumed(config), profile=STEPS, explicit=frozenset({"resume", "profile"}))
+    again = with_flags(resumed(config), profile=STEPS, typed=frozenset({"resume", "profile"}))
     assert run_world(1, just_train, again, folder=tmp_path)[0]["steps"] == 45
     assert not (tmp_path / "run" / "profile").exists()
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path: Path) -> None:
     run_world(3, just_train, config("unbroken"), folder=tmp_path)
     first = stop(config(), tmp_path, step=10, size=3, by=2)
     assert 10 < first <= 18  # there is a sync point at each log line, if not before
-    again = with_flags(resumed(config()), explicit=frozenset({"quiet"}))
+    again = with_flags(resumed(config()), typed=frozenset({"quiet"}))
     summaries = run_world(3, just_train, again, folder=tmp_path)
     assert (summaries[0]["resumed_from"], summaries[0]["steps"]) == ([first], STEPS)
     assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
@@ -96,9 +97,7 @@ def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path
     (run / "status.json").write_text(json.dumps(STARTING))
     (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     (run / ".config.json.1-2.tmp").write_text("{")
-    auto = with_flags(
-        config(), resume="auto", explicit=frozenset({"dataset", "epochs", "batch_size"})
-    )
+    auto = with_flags(config(), resume="auto", typed=frozenset({"dataset", "epochs", "batch_size"}))
     first = stop(auto, tmp_path, step=3, size=2)
     second = stop(auto, tmp_path, step=14, size=2, by=1)
     [summary, _] = run_world(2, just_train, with_flags(auto, run_dir="./run/"), folder=tmp_path)
@@ -186,14 +185,15 @@ def test_patience_typed_on_resume_begins_to_look_for_the_best_weights(tmp_path: 
 
 
 def found_of(config: TrainConfig) -> EarlierRun:
-    return EarlierRun("run", "id", "digest", flag_values(config.run) | flag_values(config.recipe))
+    groups = {"run": flag_values(config.run), "recipe": flag_values(config.recipe)}
+    return EarlierRun("run", {"run_id": "id", "digest": "digest", "left_out": [], **groups})
 
 
 def test_a_preset_typed_again_leaves_the_run_as_it_was() -> None:
     """The run's own values were typed beside it when it began."""
     line = "--preset accurate --dataset digits --model mlp --optimizer adamw"
     found = found_of(cli.train_config(line.split()))
-    found.flags["epochs"] = 4
+    found.saved["recipe"]["epochs"] = 4
     again = cli.train_config(["--resume", "run", "--preset", "accurate"])
     recipe = resume.inherit(again, found).recipe
     assert (recipe.model, recipe.optimizer, recipe.epochs) == ("mlp", "adamw", 4)
@@ -207,9 +207,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     found = found_of(TrainConfig(recipe=Recipe(model="cnn_bn", val_size=0)))
     again = TrainConfig(RunFlags(resume="run"), distribution=Distribution(sync_bn=True))
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
-    patient = TrainConfig(
-        RunFlags(resume="run"), Recipe(patience=2), explicit=frozenset({"patience"})
-    )
+    patient = TrainConfig(RunFlags(resume="run"), Recipe(patience=2), typed=frozenset({"patience"}))
     with pytest.raises(UsageError, match="--patience: needs validation images"):
         resolve_and_load(patient, Mock(), Console(False), found)
 
@@ -272,7 +270,7 @@ def test_fault_08_another_recipe_seed_data_set_or_dtype_is_refused_by_name(
     others |= {"seed": 1, "mixed_precision": "fp64"}
     others |= {"dataset": str(write_idx(tmp_path / "images"))}  # fewer than the run's --val-size
     again = resumed(config())
-    typed = [with_flags(again, **{n: v}, explicit=frozenset({n})) for n, v in others.items()]
+    typed = [with_flags(again, **{n: v}, typed=frozenset({n})) for n, v in others.items()]
     for (name, value), line in zip(others.items(), refusals(typed, stopped), strict=True):
         flag = "--no-augment" if name == "augment" else f"--{name.replace('_', '-')} {value}"
         assert line.startswith(f"{flag}: ")
@@ -287,7 +285,7 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
     began = config(epochs=1, patience=None)
     step = stop(began, tmp_path, step=5)
     loud = resumed(began, epochs=2, grad_accum=1)
-    loud = with_flags(loud, quiet=False, log_every=5, explicit=loud.explicit | {"log_every"})
+    loud = with_flags(loud, quiet=False, log_every=5, typed=loud.typed | {"log_every"})
     shown, silent = run_world(2, what_it_says, loud, folder=tmp_path)
     assert silent == ""
     [line] = [line for line in shown.splitlines() if line.startswith("resumed ")]
@@ -302,6 +300,22 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
     assert "--lr" not in line  # what was not typed stayed
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["epochs"], summary["steps"]) == (2, 30)
+
+
+def test_a_run_from_before_a_flag_was_added_goes_on_without_it(
+    stopped: Path, tmp_path: Path
+) -> None:
+    """So a new flag makes no earlier run unreadable; its default has to mean: as before."""
+    run = Path(shutil.copytree(stopped / "run", tmp_path / "run"))
+    saved = read_json(run / "config.json")
+    for group, name in (("recipe", "class_weights"), ("recipe", "task"), ("run", "grey")):
+        del saved[group][name]
+    (run / "config.json").write_text(json.dumps(saved))
+    said = run_world(1, what_it_says, with_flags(resumed(config()), quiet=False), folder=tmp_path)
+    assert re.search(r"^resumed    after step \d+; nothing changed$", said[0], re.MULTILINE)
+    assert read_json(run / "config.json")["recipe"]["class_weights"] == "none"
+    [_] = run_world(1, just_train, config("unbroken"), folder=tmp_path)
+    assert what_stays(run) == what_stays(tmp_path / "unbroken")
 
 
 # --- Which folder, and whether there is anything to do
@@ -324,7 +338,7 @@ def test_a_finished_run_is_one_line_and_untouched(finished: Path) -> None:
     auto = with_flags(config(epochs=1), resume="auto", quiet=False)
     named = with_flags(resumed(auto), quiet=False)
     typed = {"lr": 0.01, "seed": 0, "batch_size": 72, "log_every": 3, "epochs": 1}
-    same = with_flags(named, **typed, explicit=frozenset(typed))
+    same = with_flags(named, **typed, typed=frozenset(typed))
     for again in (auto, named, with_flags(named, resume="latest"), same):
         [line] = run_world(1, what_it_says, again, folder=finished)[0].splitlines()
         assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
@@ -341,7 +355,7 @@ def test_a_finished_run_is_not_taken_for_another_one(finished: Path, tmp_path: P
         ({"inject": "epoch"}, "--inject epoch: run was made without it; leave it as it was"),
         ({"dataset": other}, f"--dataset {other}: its images are not"),
     ]
-    typed = [with_flags(resumed(config()), **f, explicit=frozenset(f)) for f, _ in cases]
+    typed = [with_flags(resumed(config()), **f, typed=frozenset(f)) for f, _ in cases]
     for (_, begins), line in zip(cases, refusals(typed, finished), strict=True):
         assert line.startswith(begins)
 
@@ -356,11 +370,16 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
     run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
     (run / "status.json").write_text(json.dumps(STARTING))
     good = (run / "config.json").read_text()
-    for damage in ("", "{}", "[]", good.replace('"lr"', '"rl"'), good[:100]):
+    for damage in ("", "{}", "[]", good[:100]):
         (run / "config.json").write_text(damage)
         assert refusals(again, tmp_path)[0].startswith("--resume run: run holds no run to resume (")
-    (run / "config.json").write_text(json.dumps({**json.loads(good), "format": 1}))
-    assert "another version of ddp_mnist (format 1, this is" in refusals(again, tmp_path)[0]
+    of_others = {
+        '"format": 1': "run: is of another version of ddp_mnist (format 1, this is 12); resume it",
+        '"rl"': "run: --rl is of another version of ddp_mnist; resume it with that",
+    }
+    for (theirs, line), ours in zip(of_others.items(), ('"format": 12', '"lr"'), strict=True):
+        (run / "config.json").write_text(good.replace(ours, theirs))
+        assert refusals(again, tmp_path)[0].startswith(line)
     (run / "config.json").write_text(good)
     newest, *_ = saved = checkpoint.newest_first(run)
     for path in saved:
@@ -378,12 +397,12 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(
     again = [resumed(config())]
     newest.with_name("step-00000025.pt").write_bytes(own)
     [line] = refusals(again, tmp_path, untouched=False)
-    assert line.startswith("step 25 of run: belongs to another run, or to another step; remove it")
+    assert line.startswith("step 25 of run: belongs to another run, or to another step; move it ")
     theirs = checkpoint.from_bytes(own, newest) | {"run_id": "of another run"}
     checkpoint.save(run, 25, theirs | {"state": {"progress": {"step": 25}}}, keep=9)
     assert refusals(again, tmp_path, untouched=False) == [line]
     checkpoint.save(run, 25, {"weights": 1}, keep=9)
-    assert "step 25 of run: is not from ddp_mnist (KeyError" in refusals(again, tmp_path, False)[0]
+    assert "step 25 of run: is not from ddp_mnist: KeyError" in refusals(again, tmp_path, False)[0]
     assert step < 25
 
 

@@ -15,7 +15,7 @@ from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.run import summary
 from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.identity import facts
+from ddp_mnist.run.saved_config import facts
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 from tests.training import recipe_of
 
@@ -71,7 +71,7 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
         recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
-        groups = (config.run, config.distribution, config.explicit, resumes)
+        groups = (config.run, config.distribution, config.typed, resumes)
         return summary.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
 
     assert said(preset="fast") == (

@@ -29,13 +29,13 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
         groups[name] = dataclasses.replace(
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
-    return dataclasses.replace(config, **groups, explicit=flags.get("explicit", config.explicit))
+    return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
 
 
 def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
     """Return the flags as one process resolves them for these images."""
     recipe = resolve_recipe(config.recipe, len(of(images, "train").labels), 1)
-    parts = (config.run, config.distribution, config.explicit, config.resumes)
+    parts = (config.run, config.distribution, config.typed, config.resumes)
     return ResolvedConfig(*parts, recipe=recipe)
 
 

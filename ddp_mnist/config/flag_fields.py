@@ -17,11 +17,9 @@ from typing import Any, Literal, Self
 from ddp_mnist.errors import UsageError, did_you_mean, printable
 
 OnResume = Literal[
-    "must equal",  # inherited; a different value is refused
-    "may change",  # inherited; a different value applies from then on, and is reported
-    "same images",  # inherited; a different place is fine if it holds the same images
-    "inherited",  # inherited; a different value applies, and changes no result
-    "not inherited",  # applies only to this call
+    "must equal",  # kept; a different value is refused
+    "may change",  # kept; a different value applies from then on, and is reported
+    "not kept",  # applies only to this call
 ]
 BOUNDS = {
     "least": ("at least", operator.ge),
@@ -53,7 +51,7 @@ def flag(
 
 
 changeable = partial(flag, on_resume="may change")
-not_inherited = partial(flag, on_resume="not inherited")
+not_kept = partial(flag, on_resume="not kept")
 
 
 def argument(metavar: str, help: str) -> Any:

@@ -14,7 +14,7 @@ from ddp_mnist.config.flag_fields import (
     changeable,
     flag,
     flag_fields,
-    not_inherited,
+    not_kept,
     typed_flag,
 )
 from ddp_mnist.config.image_options import ImageOptions
@@ -26,10 +26,9 @@ from ddp_mnist.errors import UsageError
 class RunFlags(Flags):
     """Choose the data, and where and how often the run is written."""
 
-    dataset: str = flag(
+    dataset: str = changeable(
         "mnist",
         "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
-        on_resume="same images",
         per_rank=True,  # each machine may have its folder elsewhere; the contents are compared
     )
     image_size: str | None = flag(
@@ -41,19 +40,18 @@ class RunFlags(Flags):
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",
         above=0,
     )
-    run_dir: str | None = not_inherited(
+    run_dir: str | None = not_kept(
         None, "Folder to write the run to [runs/<dataset>-<NNN>].", per_rank=True
     )
-    resume: str | None = not_inherited(
+    resume: str | None = not_kept(
         None,
         "Run folder to resume; auto: resume --run-dir if it holds a run, else start there.",
         per_rank=True,
     )
     seed: int = flag(0, "Seed of weights, image order and augmentation.", least=0, most=2**31)
-    cache_dir: str | None = flag(
+    cache_dir: str | None = changeable(
         None,
         "Cache folder; prepare --refresh rebuilds it [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist].",
-        on_resume="inherited",
         per_rank=True,
     )
     checkpoint_every: int | None = changeable(
@@ -61,16 +59,15 @@ class RunFlags(Flags):
     )
     keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
     log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
-    trackers: str | None = flag(
+    trackers: str | None = changeable(
         None,
         "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b).",
-        on_resume="inherited",
     )
-    profile: int = not_inherited(
+    profile: int = not_kept(
         0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
     )
-    quiet: bool = not_inherited(False, "Print errors only.", per_rank=True)
-    dry_run: bool = not_inherited(False, "Print what would run; write only the cache.")
+    quiet: bool = not_kept(False, "Print errors only.", per_rank=True)
+    dry_run: bool = not_kept(False, "Print what would run; write only the cache.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +95,7 @@ class TrainConfig:
     run: RunFlags = field(default_factory=RunFlags)
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
-    explicit: frozenset[str] = frozenset()  # flags that were typed; a resumed run inherits the rest
+    typed: frozenset[str] = frozenset()  # names of flags; a resumed run keeps its other ones
     resumes: bool = False  # the weights are in a checkpoint; set by resume.inherit
 
     @classmethod
@@ -109,7 +106,7 @@ class TrainConfig:
         unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
         given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
         groups = RunFlags.of(given), Recipe.of(given), Distribution.of(given)
-        return cls(*groups, explicit=frozenset(typed))
+        return cls(*groups, typed=frozenset(typed))
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir
@@ -134,7 +131,7 @@ class TrainConfig:
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
         of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}
         own, unused = ("task", of_classes) if self.recipe.task else ("loss", {"label_smoothing"})
-        for name in self.explicit & unused if getattr(self.recipe, own) else ():
+        for name in self.typed & unused if getattr(self.recipe, own) else ():
             typed = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
             raise UsageError("{}: has no part in {}; leave it out".format(*typed))
 

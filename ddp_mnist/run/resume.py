@@ -6,18 +6,17 @@ communicate, have to be given each time.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config.flag_fields import OnResume, flag_fields, flag_name, flag_values, typed_flag
+from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import from_anywhere
-from ddp_mnist.errors import CheckpointError, UsageError, reason
+from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.evaluation import number_text
 from ddp_mnist.run.folder import (
@@ -30,23 +29,24 @@ from ddp_mnist.run.folder import (
     read_json,
     without_link,
 )
-from ddp_mnist.run.identity import FORMAT, OF_THE_RESULT, Identity
+from ddp_mnist.run.saved_config import FORMAT
 from ddp_mnist.task import options_of
 
-INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
-MUST_EQUAL = [field.name for g in (RunFlags, Recipe) for field in flag_fields(g, "must equal")]
+GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The run to resume, as its config.json describes it."""
+    """The run to resume."""
 
     path: str  # on rank 0's machine
-    run_id: str
-    digest: str  # of its images
-    flags: dict[str, Any]  # its RunFlags and its resolved recipe, by field name
-    left_out: Sequence[int] = ()  # keys of images that its --weights had seen
+    saved: dict[str, Any]  # its config.json
     finished: str = ""  # the line to print if nothing is left to do
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Return its flags by field name; its recipe is resolved."""
+        return self.saved["run"] | self.saved["recipe"]
 
 
 def find(config: TrainConfig, store: Store) -> EarlierRun | None:
@@ -69,23 +69,16 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
         state = read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
-        written = read_json(path / CONFIG)
-        if written["format"] != FORMAT:
-            raise CheckpointError(
-                f"--resume {resume}: {path} is of another version of ddp_mnist (format"
-                f" {written['format']}, this is {FORMAT}); resume it with that, or start a new run"
-            )
-        flags = written["run"] | written["recipe"]
-        left_out = written["left_out"]
-        found = EarlierRun(str(path), written["run_id"], written["digest"], flags, left_out)
+        found = EarlierRun(str(path), read_saved(path))
         now = inherit(config, found)
-        typed = flag_values(now.run) | flag_values(now.recipe)
-        for name in MUST_EQUAL:
-            refuse_another(name, typed[name], flags[name], path)
-        if state != "finished" or wants_more(now.recipe, flags):
+        for group in (now.run, now.recipe):
+            for name, value in flag_values(group, "must equal").items():
+                refuse_another(name, value, found.flags[name], path)
+        if state != "finished" or wants_more(now.recipe, found.flags):
             return asdict(found)
-        if from_anywhere(now.run.dataset) != flags["dataset"]:  # the same images may have moved
-            images = cache.load(now.run.dataset, now.run.cache_dir, options_of(typed))
+        if from_anywhere(now.run.dataset) != found.flags["dataset"]:  # it may have moved
+            options = options_of(vars(now.run) | vars(now.recipe))
+            images = cache.load(now.run.dataset, now.run.cache_dir, options)
             check_same_images(now.run.dataset, images.digest, found)
         return asdict(found) | {"finished": has_finished(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -96,14 +89,34 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
         ) from error
 
 
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return a run's config.json; a flag that is newer than the run has its default there.
+
+    So the default of a new flag has to mean that all is as before. Raise CheckpointError if the run
+    is of another format, or has a flag that is unknown here.
+    """
+    saved = read_json(path / CONFIG)
+    fix = "resume it with that, or start a new run"
+    if saved["format"] != FORMAT:
+        version = f"another version of ddp_mnist (format {saved['format']}, this is {FORMAT})"
+        raise CheckpointError(f"{path}: is of {version}; {fix}")
+    for key, group in GROUPS.items():
+        found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
+        defaults = {field.name: field.default for field in flag_fields(group)}
+        if unknown := found.keys() - defaults.keys():
+            flag = flag_name(min(unknown))
+            raise CheckpointError(f"{path}: {flag} is of another version of ddp_mnist; {fix}")
+        saved[key] = defaults | found
+    return saved
+
+
 def inherit(config: TrainConfig, found: EarlierRun) -> TrainConfig:
     """Return `config` with the run's own values for all flags that were not typed."""
-    typed = config.explicit - ({"dataset"} if config.run.dataset == "auto" else set())
+    typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
 
     def inherited(group: Any) -> Any:
-        own = {name: found.flags[name] for name in flag_values(group, *INHERITED).keys() - typed}
-        from_json = {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}
-        return dataclasses.replace(group, **from_json)
+        kept = flag_values(group, "must equal", "may change").keys() - typed
+        return dataclasses.replace(group, **{name: found.flags[name] for name in kept})
 
     run, recipe = inherited(config.run), inherited(config.recipe)
     return dataclasses.replace(config, resumes=True, run=run, recipe=recipe)
@@ -129,39 +142,31 @@ def has_finished(path: Path) -> str:
 
 
 def load_latest(
-    folder: RunFolder, found: EarlierRun, now: Identity, config: ResolvedConfig
+    folder: RunFolder, found: EarlierRun, now: dict[str, Any], config: ResolvedConfig
 ) -> tuple[bytes, list[str]]:
     """Lock the run's folder, and read its newest whole checkpoint; on rank 0.
 
-    `config` and `now` are those of this part of the run. Return the checkpoint's bytes, and lines
-    to print on skipped files and changes. Raise CheckpointError if no checkpoint is whole or the
-    newest is another run's, UsageError if another process is writing the folder or fewer epochs are
-    requested than are done.
+    `config` is that of this part of the run, and `now` its config.json. Return the checkpoint's
+    bytes, and lines to print on skipped files and changes. Raise CheckpointError if no checkpoint
+    is whole or the newest is another run's, UsageError if another process is writing the folder or
+    fewer epochs are requested than are done.
     """
-    path = Path(found.path)
+    path, before = Path(found.path), found.saved
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
     where = f"step {step} of {path}"
     content = checkpoint.from_bytes(raw, where)
-    try:
-        before = Identity(**{f.name: content[f.name] for f in dataclasses.fields(Identity)})
+    with blame(f"{where}: is not from ddp_mnist", CheckpointError, "move it elsewhere"):
         reached, metrics_lines = content["state"]["progress"]["step"], content["metrics_lines"]
-        changed = changes(before, now)
-        other_code = [name for name in now.own_code if before.own_code[name] != now.own_code[name]]
-        precision, was = (of.world["--mixed-precision"] for of in (now, before))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: is not from ddp_mnist ({type(error).__name__}: {error}); remove it"
-        ) from error
-    if before.run_id != now.run_id or reached != step:
-        raise CheckpointError(
-            f"{where}: belongs to another run, or to another step; remove it to use the one before"
-        )
-    if other_code:
-        raise CheckpointError(
-            f"{other_code[0]}: its file was changed since {where} was made; use it as it was, or"
-            " begin another run"
-        )
+        is_own = (content["run_id"], reached) == (before["run_id"], step)
+    if not is_own:
+        fault = "belongs to another run, or to another step"
+        raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
+    for name, code in now["own_code"].items():
+        if before["own_code"][name] != code:
+            fault = f"its file was changed since {where} was made"
+            raise CheckpointError(f"{name}: {fault}; use it as it was, or begin another run")
+    precision, was = (of["distribution"]["mixed_precision"] for of in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
     recipe = config.recipe
@@ -172,17 +177,21 @@ def load_latest(
         )
     folder.cut_metrics(metrics_lines)
     folder.step = step
+    changed = changes(before, now)
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"
     return raw, [*lines, f"resumed    after step {step:,}; {summary}"]
 
 
-def changes(before: Identity, now: Identity) -> list[str]:
-    """Return, in words, what this part of a run does differently from the part before."""
-    flags = {flag_name(n): (before.flags[n], v) for n, v in now.flags.items() if n != "dataset"}
-    world = {name: (before.world.get(name), value) for name, value in now.world.items()}
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return, in words, what this part of a run does differently; both are of config.json."""
+    pairs = {
+        flag_name(field): (before[key][field.name], now[key][field.name])
+        for key, group in GROUPS.items()
+        for field in flag_fields(group, "may change")
+    }
+    pairs |= {name: (before["world"].get(name), value) for name, value in now["world"].items()}
     notes = {"--epochs": " (another learning-rate schedule from here on)"}
-    pairs = (flags | world).items()
-    return [f"{name} {a} -> {b}{notes.get(name, '')}" for name, (a, b) in pairs if a != b]
+    return [f"{name} {a} -> {b}{notes.get(name, '')}" for name, (a, b) in pairs.items() if a != b]
 
 
 def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
@@ -197,9 +206,9 @@ def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
 
 def check_same_images(dataset: str, digest: str, found: EarlierRun) -> None:
     """Raise CheckpointError if these are not the run's images, wherever they lie now."""
-    if digest != found.digest:
+    if digest != (before := found.saved["digest"]):
         raise CheckpointError(
             f"--dataset {dataset}: its images are not those of {found.path}"
-            f" ({found.flags['dataset']}, digest {found.digest[:8]}, now {digest[:8]}); leave it as"
+            f" ({found.flags['dataset']}, digest {before[:8]}, now {digest[:8]}); leave it as"
             f" it was, or begin another run, perhaps on its --weights {found.path}/{MODEL}"
         )

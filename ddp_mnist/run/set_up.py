@@ -18,7 +18,6 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
@@ -34,9 +33,9 @@ from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.faults import inject
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
-from ddp_mnist.run.identity import FORMAT, facts, identify
 from ddp_mnist.run.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.run.resume import EarlierRun
+from ddp_mnist.run.saved_config import facts, saved_config
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.system.limits import bound_together
 from ddp_mnist.task import Classification, Task, find_task, make_task, options_of
@@ -114,10 +113,10 @@ def resolve_and_load(
         )
     place = config.run.cache_dir and str(cache.cache_folder(config.run.cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    flags = (run, config.distribution, config.explicit, config.resumes)
+    flags = (run, config.distribution, config.typed, config.resumes)
     resolved = ResolvedConfig(*flags, recipe=recipe)
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
-    seen = found.left_out if found else seen_by(recipe.weights)
+    seen = found.saved["left_out"] if found else seen_by(recipe.weights)
     images = images.without(seen, f"--weights {recipe.weights} was trained on some")
     file = None if named or len(seen) else resolved.initial_weights
     if file and initial_weights.read_weights(file)[1]:  # has the names of classes: a run made it
@@ -170,7 +169,7 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
         lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print),
     )
     images = cache.load(name, flags.cache_dir, options, log=console.print)
-    if "test_size" in config.explicit and not images.test_share:
+    if "test_size" in config.typed and not images.test_share:
         typed = f"--test-size {options.test_size:g}: --dataset {name}"
         raise UsageError(f"{typed} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
@@ -216,42 +215,24 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
 
     Raises as RunFolder.create and resume.load_latest do.
     """
-    config, world, folder = run.config, run.world, run.folder
-    run_id = found.run_id if found else uuid.uuid4().hex
-    run.identity = identity = identify(config, world, run_id, run.images.digest)
+    config, world, folder, images = run.config, run.world, run.folder, run.images
+    run.run_id = found.saved["run_id"] if found else uuid.uuid4().hex
     run.checkpoint = b"" if found else None
 
     def open_it() -> str:
         if found:
-            run.checkpoint, lines = resume.load_latest(folder, found, identity, config)
+            now = saved_config(config, world, images, run.run_id, found.path)
+            run.checkpoint, lines = resume.load_latest(folder, found, now, config)
             folder.begin()
             for line in lines:
                 run.console.print(line)
         else:
             begin_again = config.run.resume == "auto"
-            folder.create(config.run.run_dir, run.images.name, begin_again)
+            folder.create(config.run.run_dir, images.name, begin_again)
         return str(folder.path)
 
     run.where = world.store.broadcast_from_rank0(summary.FOLDER_KEY, open_it)
-    distribution = flag_values(config.distribution) | {
-        "backend": world.backend,
-        "mixed_precision": world.precision,
-        "compile": bool(world.compile_options),
-    }
-    folder.write_json(
-        CONFIG,
-        {
-            "run_id": run_id,
-            "format": FORMAT,
-            "digest": run.images.digest,
-            "test_share": run.images.test_share,
-            "left_out": run.images.left_out,
-            "own_code": identity.own_code,
-            "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
-            "recipe": flag_values(config.recipe),
-            "distribution": distribution,
-        },
-    )
-    seen = [run.images.trained_on(), seen_by(config.recipe.weights), trained_on(run.where)]
+    folder.write_json(CONFIG, saved_config(config, world, images, run.run_id, run.where))
+    seen = [images.trained_on(), seen_by(config.recipe.weights), trained_on(run.where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())

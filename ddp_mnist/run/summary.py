@@ -109,9 +109,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
         parts.append("rare classes count more")
     rows = len(images.rows["train"])
     chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
-    names = [
-        field.name for field in flag_fields(recipe) if field.name in config.explicit - {"preset"}
-    ]
+    names = [field.name for field in flag_fields(recipe) if field.name in config.typed - {"preset"}]
     typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
     return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 

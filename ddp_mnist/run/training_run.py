@@ -1,7 +1,7 @@
 """One rank's part in a run: what `fit` gets, and the bookkeeping while it trains."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, tell_at_once
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
-from ddp_mnist.run.identity import Identity
 from ddp_mnist.run.profiling import NO_PROFILE
+from ddp_mnist.run.saved_config import FORMAT
 from ddp_mnist.run.state import Progress, State, diverged
 from ddp_mnist.task import Task
 
@@ -36,7 +36,7 @@ class TrainingRun:
     stop: StopSignals
     folder: RunFolder = field(default_factory=RunFolder)  # has no path on ranks that do not write
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
-    identity: Identity | None = None  # None if nothing is written; each checkpoint holds it
+    run_id: str = ""  # each checkpoint holds it
     checkpoint: bytes | None = None  # to resume from: complete on rank 0, empty on other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profile: Any = field(default_factory=lambda: NO_PROFILE)  # torch's, with --profile
@@ -140,10 +140,14 @@ class TrainingRun:
         if not torch.stack(finite).all():
             raise diverged(self.config.recipe, step, "a weight")
         self.folder.step = step
-        if self.folder.path and self.identity:
-            about = {**asdict(self.identity), "metrics_lines": self.folder.metrics_lines}
+        if self.folder.path:
             state.progress.total_seconds = time.monotonic() - state.started
-            content = {**about, "state": state.content()}
+            content = {
+                "format": FORMAT,
+                "run_id": self.run_id,
+                "metrics_lines": self.folder.metrics_lines,
+                "state": state.content(),
+            }
             checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock
 

@@ -125,7 +125,7 @@ def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
     """Return the flags that resume the run of `config`, with `typed` flags of its recipe."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
     recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
-    return dataclasses.replace(config, run=run, recipe=recipe, explicit=frozenset(given))
+    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
 
 
 def digest_of_image(image: Tensor) -> str:

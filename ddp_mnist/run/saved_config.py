@@ -1,0 +1,68 @@
+"""config.json: what a run is. It is written as the run begins, and read to resume it."""
+
+from typing import Any
+
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.run.versions import code_digest, own_digests, package_versions
+
+# Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
+# wrongly: one of another format is refused. A new flag needs no new format, see resume.py.
+FORMAT = 12
+
+
+def saved_config(
+    config: ResolvedConfig, world: World, images: ImageData, run_id: str, run_dir: str
+) -> dict[str, Any]:
+    """Return the content of config.json; `run_dir` is the folder on rank 0's machine."""
+    in_effect = {
+        "backend": world.backend,
+        "mixed_precision": world.precision,
+        "compile": bool(world.compile_options),
+    }
+    return {
+        "format": FORMAT,
+        "run_id": run_id,
+        "digest": images.digest,
+        "test_share": images.test_share,
+        "left_out": images.left_out,
+        "own_code": own_digests(config.recipe),  # by the flag that names it
+        "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},
+        "recipe": flag_values(config.recipe),
+        "distribution": flag_values(config.distribution) | in_effect,
+        "world": {
+            "world size": world.accelerator.num_processes,
+            "device": world.accelerator.device.type,
+            "--sync-bn": config.distribution.sync_bn,
+            "--comm-hook": config.distribution.comm_hook,
+            "--compile": world.compiled_by,
+            "threads": world.threads,
+            **how_it_computes(world),
+        },
+    }
+
+
+def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
+    """Return the values that must be equal on every rank, by the names that users know."""
+    flags = {
+        flag_name(field): getattr(group, field.name)
+        for group in (config.run, config.recipe, config.distribution)
+        for field in flag_fields(group)
+        if not field.metadata["per_rank"]
+    }
+    own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
+    others = {"--compile": world.compiled_by, "the data's digest": images.digest}
+    others |= {"the images that --weights has seen": str(sum(images.left_out))}
+    return flags | others | own_code | how_it_computes(world)
+
+
+def how_it_computes(world: World) -> dict[str, Any]:
+    """Return how this process communicates and computes, and with which code."""
+    return {
+        "--backend": world.backend,
+        "--mixed-precision": world.precision,
+        **package_versions(),
+        "the code's digest": code_digest(),
+    }
