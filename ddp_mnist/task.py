@@ -27,7 +27,10 @@ from ddp_mnist.errors import UsageError
 TASK = "--task"
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
 # What stands beside the score in files and in the output of evaluate
-TAKEN = ("loss", "count", "scores", "score_name", "lr", "epoch", "step", "images_per_second")
+TAKEN = (
+    *("loss", "count", "scores", "score_name", "lr", "epoch", "step", "gradient_norm"),
+    *("images_per_second", "waiting_for_data", "peak_memory_mb"),
+)
 
 
 class Task:

@@ -5,6 +5,7 @@
 The default run, an epoch of MNIST, reaches 99.2 % in four to nine seconds on two cores.
 """
 
+import math
 import os
 import sys
 from typing import Any
@@ -95,7 +96,10 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             table = augmentation_table(image_format, len(train_rows), seed, epoch, recipe.epochs)
             augmentations = table.to(device)
         meter.restart_clock()
-        for images, targets, indices in loader:
+        for images, targets, indices in meter.time_waits(loader):
+            step = progress.step + 1  # of this batch, counted from 1
+            ends_epoch = step == steps_before + recipe.steps_per_epoch
+            log_due = ends_epoch or step % flags.log_every == 0
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
@@ -108,8 +112,9 @@ def fit(run: TrainingRun) -> dict[str, Any]:
                 outputs = model(images)  # uint8 in; the net normalises them
                 loss = task.training_loss(outputs, targets)  # mean over this rank's share
                 accelerator.backward(loss)  # divides by grad_accum; DDP averages the gradients
-                if accelerator.sync_gradients and recipe.max_grad_norm:
-                    accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+                if accelerator.sync_gradients and (log_due or recipe.max_grad_norm):
+                    most = recipe.max_grad_norm or math.inf
+                    meter.gradient_norm = accelerator.clip_grad_norm_(model.parameters(), most)
                 optimizer.step()  # Accelerate skips it, and zero_grad, until the last micro-batch
                 optimizer.zero_grad()
             meter.update(loss, outputs, targets)
@@ -119,13 +124,11 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
-            ends_epoch = progress.step == steps_before + recipe.steps_per_epoch
-            log_due = ends_epoch or progress.step % flags.log_every == 0
             save_due = meter.is_save_due(flags.checkpoint_every)  # by a clock that all ranks share
-            if not (log_due or save_due or progress.step >= meter.next_sync_step):
+            if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals
-            run.report_step(progress, lr, log_due)
+            run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
             stop.save_and_exit_if(stop_requests, accelerator.is_main_process)  # raises Preempted
             if save_due:
                 run.save(state)

@@ -183,7 +183,7 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing()
     path = Path("runs/digits-001")
     with contextlib.suppress(KeyboardInterrupt), RunFolder() as stopped:
         stopped.create(None, "digits")
-        stopped.append_metrics(25, {"loss": 0.5})
+        stopped.log(25, {"loss": 0.5})
         stopped.step = 30
         stopped.status(phase="training")
         raise KeyboardInterrupt
@@ -338,7 +338,7 @@ def test_ranks_without_a_folder_write_nothing(tmp_path: Path) -> None:
         run.begin()
         run.write_json("x.json", {})
         run.write_bytes("x", b"")
-        run.append_metrics(1, {"loss": 1.0})
+        run.log(1, {"loss": 1.0})
         run.cut_metrics(0)
     assert names(tmp_path) == []
 
@@ -351,7 +351,7 @@ def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> Non
     run.cut_metrics(0)
     assert names(tmp_path) == []
     for step in (25, 50, 75):
-        run.append_metrics(step, {"epoch": 0, "note": "數\n"})
+        run.log(step, {"epoch": 0, "note": "數\n"})
     lines = metrics.read_bytes().splitlines(keepends=True)
     written = [{"step": step, "epoch": 0, "note": "數\n"} for step in (25, 50, 75)]
     assert list(map(json.loads, lines)) == written
@@ -362,13 +362,13 @@ def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> Non
         run.cut_metrics(count)
         assert metrics.read_bytes() == b"".join(lines[:left])
         assert run.metrics_lines == left
-    run.append_metrics(25, {"loss": 1.0})
+    run.log(25, {"loss": 1.0})
     assert metrics.read_text() == '{"step": 25, "loss": 1.0}\n'
     assert run.metrics_lines == 1
 
 
 def test_writes_that_fail_are_storage_errors(tmp_path: Path) -> None:
     run = unlocked(tmp_path / "gone")
-    for write in (lambda: run.append_metrics(1, {}), lambda: run.write_json("x.json", {})):
+    for write in (lambda: run.log(1, {}), lambda: run.write_json("x.json", {})):
         with pytest.raises(StorageError, match=f"^{tmp_path}/gone/.*No such file or directory"):
             write()

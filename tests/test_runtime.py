@@ -332,17 +332,17 @@ def test_fault_23_processes_that_would_each_train_alone(
 
 def train_otherwise(what: str) -> Any:
     from ddp_mnist.data import cache
-    from ddp_mnist.run import identity
+    from ddp_mnist.run import saved_config
 
     config = proof_config()
     if os.environ["RANK"] == "1":
-        versions, load = identity.package_versions(), cache.load
+        versions, load = saved_config.package_versions(), cache.load
         if what == "--seed":
             config = with_flags(config, seed=5)
         elif what == "torch":
-            identity.package_versions = lambda: versions | {"torch": "2.0.0"}
+            saved_config.package_versions = lambda: versions | {"torch": "2.0.0"}
         elif what == "the code's digest":
-            identity.code_digest = lambda: "0123"
+            saved_config.code_digest = lambda: "0123"
         else:
             cache.load = lambda *args, **more: replace(load(*args, **more), digest="4567")
     return just_train(config)

@@ -26,7 +26,8 @@ from typing import Any
 
 BASE = ["--dataset", "digits", "--batch-size", "72", "--log-every", "1", "--quiet", "--cpu"]
 STOPS_AT = 20  # the optimizer step in which the last rank gets SIGTERM, counted from 0
-SPEEDS = ("images_per_second",)  # keys of metrics.jsonl that differ from run to run
+# Keys of metrics.jsonl that differ from run to run, and one that older commits do not write
+SPEEDS = ("images_per_second", "waiting_for_data", "peak_memory_mb", "gradient_norm")
 FORKSERVER = multiprocessing.get_context("forkserver")
 
 OWN_CODE = """

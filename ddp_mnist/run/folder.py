@@ -161,7 +161,7 @@ class RunFolder:
             with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
 
-    def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
         self.step = step
         self.metrics_lines += 1

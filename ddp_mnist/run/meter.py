@@ -1,6 +1,10 @@
 """Losses, counts and times between two sync points, and when the next sync point is due."""
 
+import resource
+import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +18,8 @@ from ddp_mnist.task import Task
 # checkpoints.
 SAVE_STEPS = 100
 SAVE_S = 5.0
+# Keys of metrics.jsonl that are measured: no two runs agree in them.
+MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")
 
 
 class Meter:
@@ -32,6 +38,8 @@ class Meter:
         self.losses: list[Tensor] = []
         self.scores: list[Tensor] = []
         self.images_per_batch = 0
+        self.gradient_norm: Tensor | None = None  # of the last step that is logged
+        self.waited_s = self.training_s = 0.0  # this rank's, since the last log line
         self.last_sync = self.last_save = progress.step
         self.next_sync_step = progress.step + 1  # the same on all ranks
         self.steps_per_s = 0.0  # this rank's, in the interval before the last sync point
@@ -59,6 +67,14 @@ class Meter:
         self.last_save = self.progress.step
         self.restart_clock()
 
+    def time_waits(self, loader: Any) -> Iterator[Any]:
+        """Yield the loader's batches, and count the seconds for which training waits for them."""
+        batches, clock = iter(loader), time.monotonic()
+        for batch in batches:
+            self.waited_s += time.monotonic() - clock
+            yield batch
+            clock = time.monotonic()
+
     def update(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Note a batch: its mean loss, a scalar, its outputs [B, outputs] and its targets."""
         self.losses.append(loss.detach())
@@ -78,6 +94,7 @@ class Meter:
         self.losses.clear()
         self.scores.clear()
         step, seconds = self.progress.step, time.monotonic() - self.clock
+        self.training_s += seconds
         self.restart_clock()
         self.progress.add(loss, score, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
@@ -87,6 +104,33 @@ class Meter:
         self.last_sync = step
         self.progress.raise_if_diverged(self.recipe, self.accelerator)
         return requests
+
+    def line(self, end: bool) -> dict[str, Any]:
+        """Return the means since the last log line, and what was measured; `end` starts over.
+
+        The score has its own name. Norm, waiting and memory are those of this rank.
+        """
+        progress = self.progress
+        means = progress.end_log_line() if end else progress.since_log.means()
+        means[self.task.name] = means.pop("score")
+        if not end:
+            return means
+        norm = None if self.gradient_norm is None else self.gradient_norm.item()
+        waiting = self.waited_s / max(self.training_s, 1e-9)
+        self.waited_s = self.training_s = 0.0
+        memory = peak_memory_mb(self.accelerator.device)
+        measured = {"waiting_for_data": round(waiting, 4), "peak_memory_mb": memory}
+        return {**means, "gradient_norm": norm, **measured}
+
+
+def peak_memory_mb(device: torch.device) -> int:
+    """Return the most that this process has held at once, in 10^6 bytes: of the GPU, or else of
+    the machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 10**6
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) differs
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
 
 
 def sum_up(losses: list[Tensor], scores: list[Tensor], images_per_batch: int) -> Tensor:

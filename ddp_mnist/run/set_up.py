@@ -216,6 +216,7 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
     Raises as RunFolder.create and resume.load_latest do.
     """
     config, world, folder, images = run.config, run.world, run.folder, run.images
+    run.stop.answer, run.stop.at_once = run.answer, run.give_up  # of Ctrl-C, from here on
     run.run_id = found.saved["run_id"] if found else uuid.uuid4().hex
     run.checkpoint = b"" if found else None
 

@@ -44,9 +44,6 @@ class TrainingRun:
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # time and step of the first sync point
 
-    def __post_init__(self) -> None:
-        self.stop.answer, self.stop.at_once = self.answer, self.give_up
-
     # --- Before the first step
 
     def begin_or_resume(self, state: State) -> Progress:
@@ -76,17 +73,13 @@ class TrainingRun:
 
     # --- While it trains
 
-    def report_step(self, progress: Progress, lr: float, log: bool) -> None:
-        """Show the means since the last log line, at a sync point; with `log`, write them too."""
-        step, epoch = progress.step, progress.epoch
-        means = progress.end_log_line() if log else progress.since_log.means()
-        means[self.task.name] = means.pop("score")
-        self.line = {"epoch": epoch, "lr": lr, **means}
-        self.folder.step = step
+    def log(self, step: int, line: dict[str, Any], write: bool) -> None:
+        """Show the line of a sync point; with `write`, add it to metrics.jsonl and the trackers."""
+        self.line, self.folder.step = line, step
         self.began = self.began or (time.monotonic(), step)
-        if log:
-            self.folder.append_metrics(step, self.line)
-        show = self.console.progress if log else self.console.draw
+        if write:
+            self.folder.log(step, line)
+        show = self.console.progress if write else self.console.draw
         show(*self.progress_line())
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
@@ -102,7 +95,7 @@ class TrainingRun:
         recipe, epoch = self.config.recipe, progress.epoch - 1
         if validation:
             line = {"epoch": epoch, **validation.as_log_line("val")}
-            self.folder.append_metrics(progress.step, line)
+            self.folder.log(progress.step, line)
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(
@@ -173,7 +166,7 @@ class TrainingRun:
         """Write the test's metrics, the weights and the summary, and show the result."""
         state, progress = self.state, self.state.progress
         line = {"epoch": progress.epoch - 1, **test.as_log_line("test")}
-        self.folder.append_metrics(progress.step, line)
+        self.folder.log(progress.step, line)
         model, image_format = self.config.recipe.model, self.images.image_format
         content = weights.to_bytes(net.net.state_dict(), model, self.task, image_format)
         self.folder.write_bytes(MODEL, content)

@@ -17,7 +17,10 @@ CURVES = {  # titles of the values in metrics.jsonl
     "val_accuracy": "Validation accuracy (share correct)",
     "val_loss": "Validation loss",
     "lr": "Learning rate (of the step)",
+    "gradient_norm": "Gradient norm (of the step, before clipping)",
     "images_per_second": "Speed (images/s, all processes)",
+    "waiting_for_data": "Waiting for data (share of the time, rank 0)",
+    "peak_memory_mb": "Peak memory (MB, rank 0)",
 }
 
 STYLE = matplotlib.rc_params_from_file(TEMPLATES / "curves.mplstyle", use_default_template=False)

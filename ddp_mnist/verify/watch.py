@@ -32,6 +32,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.nets.ours import Normalised
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
+from ddp_mnist.run.meter import MEASURED
 from ddp_mnist.run.set_up import set_up_run
 from ddp_mnist.run.weights import digest_of
 
@@ -158,5 +159,6 @@ def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """Return the weights' bytes and the lines of metrics.jsonl, without the speeds."""
     lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     for line in lines:
-        line.pop("images_per_second", None)
+        for name in MEASURED:
+            line.pop(name, None)
     return (run / MODEL).read_bytes(), lines
