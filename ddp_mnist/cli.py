@@ -14,18 +14,17 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.cluster.signals import end_at_signals, end_undisturbed
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flag_fields import Flags, add_flags, flag_name
+from ddp_mnist.config.flag_fields import Flags, add_flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
@@ -41,7 +40,7 @@ VERBS = {
     "doctor": "Check this machine, or several that a launcher joins, before training.",
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
 }
-ALONE = ("predict", "report", "export")
+ALONE = ("predict", "report", "export", "verify")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -100,8 +99,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if speaks(failed):
             if "--debug" in words:
                 tell("".join(traceback.format_exception(error)).rstrip())
-            elif failed.blamed:
-                failed.traceback_file = failed.traceback_file or keep_traceback(error)
             tell(errors.one_line(failed))
         elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
             tell(f"ended      {errors.printable(str(failed))}")
@@ -148,18 +145,6 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
     failed.traceback_file = getattr(error, "traceback_file", "")
     failed.blamed = True  # also an error of the system, which nobody foresaw here
     return failed
-
-
-def keep_traceback(error: BaseException) -> str:
-    """Write the whole traceback to a temporary file. Return its path, "" if that fails too."""
-    with contextlib.suppress(OSError):
-        text = "".join(traceback.format_exception(error))
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="ddp_mnist-traceback-", suffix=".txt", delete=False
-        ) as file:
-            file.write(text)
-        return file.name
-    return ""
 
 
 def is_first_here() -> bool:
@@ -231,16 +216,10 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         allow_abbrev=False,
     )
     trains, defaults = Recipe in groups, SHARED.get(name, {})
-    choices = list[str]()
     for group, fields in fields_of(*groups, more=defaults).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
         add_flags(section, fields, defaults)
-        for field in fields:
-            if isinstance(words := field.metadata["choices"], Mapping):
-                lines = (f"  {word:<11} {what}" for word, what in words.items())
-                choices += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
-    _, _, examples = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
-    parser.epilog = "\n".join([*choices, examples])
+    _, _, parser.epilog = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     words = with_dashes(argv)
     known, unknown = parser.parse_known_args(words)

@@ -141,7 +141,9 @@ def exit_code(error: BaseException) -> int:
 
 def one_line(error: DdpMnistError) -> str:
     """Return the line to print, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
-    where = f"; the traceback is in {error.traceback_file}" if error.traceback_file else ""
+    where = "; --debug shows the traceback" if error.blamed else ""
+    if error.traceback_file:
+        where = f"; the traceback is in {error.traceback_file}"
     return f"ddp-mnist: error: {printable(str(error) + where)} (code {error.code})"
 
 

@@ -6,10 +6,7 @@ their gradients is the gradient of the global batch; and an evaluation can ignor
 its last batch.
 """
 
-import functools
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +22,6 @@ from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
 
 TASK = "--task"
-Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
 # What stands beside the score in files and in the output of evaluate
 TAKEN = (
     *("loss", "count", "scores", "score_name", "lr", "epoch", "step", "gradient_norm"),
@@ -43,14 +39,12 @@ class Task:
 
     columns: tuple[str, ...] = ()  # of metadata.csv or of the table
     name = "score"  # of `score`, in what is printed and written
+    outputs = 0  # how many numbers the net gives for an image; by default one for each column
+    names: list[str]  # what the outputs are about: the columns, or the classes
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean, self.std = mean, std
-
-    @property
-    def outputs(self) -> int:
-        """How many numbers the net gives for an image: by default one for each column."""
-        return len(self.columns)
+        self.mean, self.std, self.names = mean, std, [*self.columns]
+        self.outputs = self.outputs or len(self.columns)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each image's loss, float [B], which training minimises."""
@@ -83,11 +77,6 @@ class Task:
 
     # --- What the rest of the package asks; a task of your own keeps these
 
-    @property
-    def names(self) -> list[str]:
-        """What the outputs are about: the columns, or the classes."""
-        return [*self.columns]
-
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch, a scalar."""
         return self.loss(outputs, targets).mean()
@@ -98,9 +87,7 @@ class Task:
         more = self.metrics(predictions.clone().numpy(), targets.clone().numpy())
         if taken := more.keys() & {self.name, "loss"}:
             raise ValueError(f"metrics gives {taken.pop()}, which has another value already")
-        # JSON has no NaN
-        scores = {name: float(x) if math.isfinite(x) else None for name, x in more.items()}
-        return {"score": score, "scores": scores}
+        return {"score": score, "scores": {name: float(x) for name, x in more.items()}}
 
     def answer(self, outputs: Tensor, top: int) -> dict[str, Any]:
         """Return the answer of the verb predict for one image, from its outputs [1, outputs]."""
@@ -132,15 +119,8 @@ class Classification(Task):
     name = "accuracy"
 
     def __post_init__(self) -> None:
-        self.own: Loss | None = own_code.find("--loss", self.own_loss) if self.own_loss else None
-
-    @property
-    def names(self) -> list[str]:
-        return self.classes
-
-    @property
-    def outputs(self) -> int:
-        return len(self.classes)
+        self.names, self.outputs = self.classes, len(self.classes)
+        self.own = own_code.find("--loss", self.own_loss) if self.own_loss else None
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each image's --loss, or its cross-entropy without smoothing, in nats."""
@@ -149,10 +129,13 @@ class Classification(Task):
         return F.cross_entropy(outputs, targets, reduction="none")
 
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        smooth = functools.partial(F.cross_entropy, label_smoothing=self.smoothing)
-        if not self.own and self.weights is None:
-            return smooth(outputs, targets)
-        losses = (self.own or functools.partial(smooth, reduction="none"))(outputs, targets)
+        if self.own:
+            losses = self.own(outputs, targets)
+        else:
+            how = "mean" if self.weights is None else "none"
+            losses = F.cross_entropy(
+                outputs, targets, reduction=how, label_smoothing=self.smoothing
+            )
         return (losses if self.weights is None else losses * self.weights[targets]).mean()
 
     def predict(self, outputs: Tensor) -> Tensor:
@@ -203,14 +186,14 @@ def task_from(about: dict[str, Any], names: list[str], run: str) -> Task:
 def find_task(name: str) -> type[Task]:
     """Return the class that --task names. Raise UsageError if it is not a Task with columns."""
     found = own_code.find(TASK, name)
-    must = "must be a class derived from ddp_mnist.task.Task"
-    if isinstance(found, type) and issubclass(found, Task):
-        columns, must = found.columns, "needs columns, a tuple of different names"
-        if columns and not isinstance(columns, str) and len({*columns}) == len(columns):
-            must = f"name must be one word, and not {found.name}"
-            if re.fullmatch(r"[^\W\d]\w*", found.name) and found.name not in TAKEN:
-                return found
-    raise UsageError(f"{TASK} {name}: {must}")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UsageError(f"{TASK} {name}: must be a class derived from ddp_mnist.task.Task")
+    columns = found.columns
+    if not columns or isinstance(columns, str) or len({*columns}) < len(columns):
+        raise UsageError(f"{TASK} {name}: needs columns, a tuple of different names")
+    if found.name in TAKEN or not found.name.isidentifier():
+        raise UsageError(f"{TASK} {name}: name must be one word, and not {found.name}")
+    return found
 
 
 def options_of(flags: Mapping[str, Any]) -> ImageOptions:

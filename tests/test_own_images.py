@@ -68,7 +68,10 @@ def saved(kind: str, mode: str = "RGB", **how: Any) -> Callable[[], PIL.Image.Im
 
 WHITE, ON_WHITE = (255, 255, 255), (228, 133, 133)
 TURNED, FRAMES = "an orientation in EXIF and became upright", "several frames, of which the first"
-CLEAR, CMYK = "transparent parts, which became white", "CMYK colours, which became RGB"
+CLEAR, CMYK = (
+    "transparent parts, laid on white",
+    "CMYK colours, which became RGB",
+)
 SIXTEEN = "16 bits, of which the upper 8 count"
 DAMAGED_EXIF = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"
 TAKEN = {
@@ -246,7 +249,8 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
     assert {
         f"4 of {total} images had an orientation in EXIF and became upright",
         f"6 of {total} images had 16 bits, of which the upper 8 count",
-        f"10 of {total} images had transparent parts, which became white",
+        f"10 of {total} images had transparent parts, laid on white, or on black if all"
+        " that is visible is white",
         f"4 of {total} images had CMYK colours, which became RGB",
         f"6 of {total} images had several frames, of which the first counts",
     } < set(images.image_format.notes)

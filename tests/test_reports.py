@@ -224,7 +224,7 @@ REFUSED = {
     "several configurations": (table(SMALL_AND_LARGE + "---\n"), "small"),
     "images that are lists": (
         table(image=lambda _, count: [[1, 2]] * count),
-        r"no image column among image \(",
+        r"9 of 9 images cannot be read: split train, column image: row 0 \(expected str, bytes",
     ),
     "folders inside a class": (nested, "which folder is the class of"),
     "a space behind a name": (

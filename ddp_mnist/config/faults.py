@@ -39,9 +39,6 @@ FAULTS = {
 }
 
 
-FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}
-
-
 def wrong_on_purpose(fault: str | None) -> list[str]:
     """Return the warning line printed first and last with --inject, as a list; [] without it."""
     return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []

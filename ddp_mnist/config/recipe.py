@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_mnist.config.faults import FAULT_NAMES, check_fault
+from ddp_mnist.config.faults import FAULTS, check_fault
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.errors import UsageError, did_you_mean
 
@@ -118,7 +118,7 @@ class Recipe(Flags):
         1, "Micro-batches per step; changes results only with BatchNorm or Dropout.", least=1
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
-    inject: str | None = flag(None, "Make this mistake on purpose.", choices=FAULT_NAMES)
+    inject: str | None = flag(None, "Make this mistake on purpose.", choices=tuple(FAULTS))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -76,7 +76,7 @@ def load(
     Raise UsageError or DataError if the data set does not exist or cannot be read, or if no test
     split can be drawn; StorageError if the cache folder cannot be written.
     """
-    source, replaced = find_source(dataset), False
+    source = find_source(dataset)
     path = _path(source, cache_dir, options)
     if refresh or not (found := _open(path, source)):
         try:
@@ -84,7 +84,6 @@ def load(
             with take(path.with_name(f"{path.name}.lock"), wait=True):
                 # Another process may have built it while this one waited for the lock.
                 if refresh or not (found := _open(path, source)):
-                    replaced = path.exists() and not refresh
                     _build(path, source, options, log)
                     found = _open(path, source)
             if not found:
@@ -92,10 +91,6 @@ def load(
         except OSError as error:
             why = f"the cache cannot be written ({reason(error)})"
             raise StorageError(f"{path.parent}: {why}; {MOVE}") from error
-    if replaced:
-        found["warnings"].append(
-            f"the cache of {source.name} was out of date, so it was read again"
-        )
     return _with_splits(found, source, options)
 
 

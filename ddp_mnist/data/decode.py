@@ -5,7 +5,6 @@ import functools
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -28,45 +27,34 @@ TURNS = {  # the transposition that makes an image upright, by its EXIF orientat
     8: TURN.ROTATE_90,
 }
 
-HEIF, HEIF_FIX = (".heic", ".heif"), "pip install pillow-heif"  # a phone's photos
+HEIF = (".heic", ".heif")  # a phone's photos
 HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read
 
 
 @functools.cache
-def reads_heif() -> bool:
-    """Return whether Pillow can read a phone's HEIC; if pillow_heif is installed, register it."""
-    try:
+def register_heif() -> None:
+    """Let Pillow read a phone's HEIC, if pillow_heif is installed."""
+    with contextlib.suppress(ImportError):
         from pillow_heif import register_heif_opener
-    except ImportError:
-        return False
-    register_heif_opener()
-    return True
+
+        register_heif_opener()
 
 
 def image_endings() -> frozenset[str]:
-    """Return the suffixes, in lower case, of the files that can be decoded here."""
-    reads_heif()
+    """Return the suffixes, in lower case, of image files; of HEIC even if it cannot be read."""
+    register_heif()
     endings = PIL.Image.registered_extensions().items()
     readable = {*PIL.Image.OPEN, "MPO"} - {*HEADER_ONLY}  # JPEG's opener reads MPO
-    return frozenset(ending for ending, kind in endings if kind in readable)
+    return frozenset(ending for ending, kind in endings if kind in readable).union(HEIF)
 
 
-def is_heif(file: Any) -> bool:
-    """Return whether an image file, by its path or content, is HEIC, whatever its suffix."""
-    head = file if isinstance(file, bytes) else b""
-    if isinstance(file, str):
-        with Path(file).open("rb") as opened:
-            head = opened.read(12)
-    return head[4:12] in {b"ftyp" + brand for brand in (b"heic", b"heix", b"mif1", b"msf1")}
-
-
-def why_unread(file: Any, error: Exception) -> str:
-    """Return, in a few words, why Pillow cannot read an image."""
+def why_unread(file: str, error: Exception) -> str:
+    """Return, in a few words, why Pillow cannot read an image; `file` is its name."""
     if not isinstance(error, PIL.UnidentifiedImageError):
         return reason(error)
-    return (
-        f"of a format that needs: {HEIF_FIX}" if is_heif(file) else "of no format that Pillow knows"
-    )
+    if file.lower().endswith(HEIF):
+        return "of a format that needs: pip install pillow-heif"
+    return "of no format that Pillow knows"
 
 
 @contextlib.contextmanager
@@ -75,7 +63,7 @@ def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Imag
 
     The caller filters Pillow's warnings: threads would undo each other's filters.
     """
-    reads_heif()
+    register_heif()
     if isinstance(file, np.ndarray):
         yield PIL.Image.fromarray(file)
         return

@@ -36,6 +36,7 @@ Rows = dict[str, Array]  # by split
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
 # torchvision's weights, or less for a small data set, which then trains faster and just as well.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
+TRANSPARENT = "transparent parts, laid on white, or on black if all that is visible is white"
 SHOWN = 10  # broken files to name in an error
 MOST_BROKEN = 0.01  # of all, which are left out
 SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
@@ -71,9 +72,7 @@ def decode_all(
         images[number], keys[number] = pixels, key
         clear += is_clear
     if clear:
-        converted.append(
-            f"{clear:,} of {len(listing):,} images had transparent parts, which became white"
-        )
+        converted.append(f"{clear:,} of {len(listing):,} images had {TRANSPARENT}")
     broken = broken_files(listing, list_of_broken)
 
     targets = np.concatenate([*listing.targets.values()])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import HEIF, HEIF_FIX, image_endings, is_heif
+from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame, first_of, printable
 
@@ -46,18 +46,12 @@ def paths_in(folder: Path) -> list[Path]:
 
     A run may be written into the folder that it trains on: `cd photos; train --dataset .`
     """
-
-    def is_run(path: Path) -> bool:
-        return (path / "status.json").exists() and (path / "config.json").exists()
-
     every = sorted(walk(folder))
     found = [path for path in every if not HIDDEN.search(str(path.relative_to(folder)))]
-    runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
-    for link in found:
-        if link.is_symlink() and (is_run(link) or (link.name == "latest" and not link.exists())):
-            runs.add(link)
-    runs.discard(folder)
-    outside = [path for path in found if not runs or runs.isdisjoint((path, *path.parents))]
+    runs = {path.parent for path in found if path.name == "status.json"}
+    runs = {path for path in runs if (path / "config.json").exists()} - {folder}
+    links = {path for path in found if path.name == "latest" and path.is_symlink()}
+    outside = [path for path in found if (runs | links).isdisjoint((path, *path.parents))]
     names = (path.relative_to(folder) for path in outside)
     return [path for path in names if not JUNK.search(str(path))]
 
@@ -90,7 +84,7 @@ def find_images(
     for path in paths_in(Path(folder)) if found is None else found:
         suffix, file = path.suffix.lower(), Path(folder, path)
         if file.is_file():
-            if suffix in endings or (suffix in HEIF and not is_heif(str(file))):
+            if suffix in endings:
                 images.append(path)
             elif suffix not in BESIDE_IMAGES:
                 odd[path.suffix or "no ending"] += 1
@@ -100,8 +94,6 @@ def find_images(
     kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common()]
     shown = printable(", ".join(first_of(kinds, 5)))
     note = f"files without the suffix of an image were left out: {shown}"
-    if phones := [ending for ending in odd if ending.lower() in HEIF]:
-        note += f" ({HEIF_FIX} to read {', '.join(phones)})"
     return images, [note] if odd else []
 
 
@@ -125,31 +117,26 @@ def list_folder(
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
             raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
-    split_of = split_by_folders(images, has_labels=bool(labels))
-    part_of = dict[Path, tuple[str, int]]()
-    if not split_of:
-        split_of = split_by_files(images)
-    for image in images:
-        part = split_of.get(image) if split_of else ("train", -1)
-        if part and (not labels or image in labels):
-            part_of[image] = part
-    left_out = [image for image in images if image not in part_of]
-    if len(left_out) > len(part_of):
+    by_folders = split_by_folders(images, has_labels=bool(labels))
+    split_of = by_folders or split_by_files(images) or dict.fromkeys(images, "train")
+    taken = {image: split for image, split in split_of.items() if not labels or image in labels}
+    left_out = [image for image in images if image not in taken]
+    if len(left_out) > len(taken):
         kind, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
         if labels:
             kind, fix = "metadata file", "add them, or move it if the folders are the classes"
         few = f"{len(left_out):,} of {len(images):,} images are in no {kind}, as {left_out[0]}"
-        raise DataError(f"{where}: {few}, but {next(iter(part_of), 'none')} is; {fix}")
-    if unnamed := [image for image in part_of if labels and labels[image] in (None, "")]:
+        raise DataError(f"{where}: {few}, but {next(iter(taken), 'none')} is; {fix}")
+    if unnamed := [image for image in taken if labels and labels[image] in (None, "")]:
         raise DataError(f"{where}: {unnamed[0]} has no label in its metadata file; add it")
-    by_split = {s: [image for image in part_of if part_of[image][0] == s] for s in SPLIT_WORDS}
+    by_split = {s: [image for image in taken if taken[image] == s] for s in SPLIT_WORDS}
     found = {split: each for split, each in by_split.items() if each}
-    if undescribed := sorted({split for split, _ in split_of.values()} - found.keys()):
+    if undescribed := sorted({*split_of.values()} - found.keys()):
         fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, where, options)
     for each in splits.values() if not labels else ():
-        labels |= classes_of(where, each, part_of)
+        labels |= classes_of(where, each, bool(by_folders))
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes = list[str]()
     if options.columns:
@@ -160,34 +147,28 @@ def list_folder(
     hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
     left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
     if left_out:
-        note = f"{len(left_out):,} of {len(part_of) + len(left_out):,} images were left out"
+        note = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out"
         unused.append(f"{note}, as {printable(str(left_out[0]))}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     return Listing(where, cells, targets, classes, notes + unused + more)
 
 
-def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, tuple[str, int]]:
-    """Return the split of each image, and which part of its path says so; {} if no folder does.
+def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
+    """Return the split of each image that lies in a folder of such a name; {} if none does.
 
     Classes like cat/1.png may be named anything but exactly like a split.
     """
     tops = {image.parts[0].lower() for image in images}
     if not has_labels and all(len(each.parts) <= 2 for each in images) and tops.isdisjoint(EXACT):
         return {}
-    found = {}
-    for image in images:
-        for place, part in enumerate(image.parts[:-1]):
-            if split := split_in(part):
-                found[image] = split, place
-                break
-    return found
+    found = {image: next(filter(None, map(split_in, image.parts[:-1])), "") for image in images}
+    return {image: split for image, split in found.items() if split}
 
 
-def split_by_files(images: list[Path]) -> dict[Path, tuple[str, int]]:
+def split_by_files(images: list[Path]) -> dict[Path, str]:
     """Return the split of each image by its file's name; {} unless all have one, train as well."""
-    found = {image: (split_in(image.name), -1) for image in images}
-    splits = {split for split, _ in found.values()}
-    return found if "train" in splits and "" not in splits else {}
+    found = {image: split_in(image.name) for image in images}
+    return found if "train" in found.values() and "" not in found.values() else {}
 
 
 def split_in(name: str) -> str:
@@ -195,20 +176,20 @@ def split_in(name: str) -> str:
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
-def classes_of(
-    where: str, images: list[Path], part_of: dict[Path, tuple[str, int]]
-) -> dict[Path, str]:
+def classes_of(where: str, images: list[Path], in_splits: bool) -> dict[Path, str]:
     """Return the class of each image of a split, the folder that it lies in.
 
-    Raise DataError if these folders do not lie side by side.
+    Raise DataError if these folders do not lie side by side, or if one is that of the split, with
+    `in_splits`.
     """
-    below = {image: image.parts[part_of[image][1] + 1 : -1] for image in images}
-    first = next(iter(images))
-    for image, folders in below.items():
-        if not folders or folders[:-1] != below[first][:-1]:
+    first = images[0]
+    for image in images:
+        *above, folder = image.parts[:-1] or ("",)
+        is_split = in_splits and split_in(folder) and not any(map(split_in, above))
+        if is_split or not folder or image.parts[:-2] != first.parts[:-2]:
             both = first if image is first else f"{first} and {image}"
             raise DataError(f"{where}: which folder is the class of {both}? {OF_CLASS}")
-    return {image: folders[-1] for image, folders in below.items()}
+    return {image: image.parent.name for image in images}
 
 
 def read_metadata(

@@ -1,4 +1,4 @@
-"""A decoded data set, and its image format: shape, statistics, and the kind of images.
+"""The image format of a data set: the shape, the statistics and the kind of its images.
 
 The format is saved with the weights, so that `predict` prepares an image as training did.
 """

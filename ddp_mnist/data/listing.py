@@ -15,7 +15,7 @@ import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image, why_unread
-from ddp_mnist.errors import DataError, reason, shown_name
+from ddp_mnist.errors import DataError, joined, reason, shown_name
 
 SPLITS = ("train", "test")
 MAX_CLASSES = 1000
@@ -44,13 +44,10 @@ class Listing:
 
     def check_classes(self) -> None:
         """Raise DataError if there are too many classes, or one, or if test has one of its own."""
-        if len(self.classes) == 1:
-            fault = f"{self.where}: there is only one class, {shown_name(self.classes[0])}"
-            raise DataError("; ".join([fault, *self.notes, "give images of two or more"]))
-        if len(self.classes) > MAX_CLASSES:
-            raise DataError(
-                f"{self.where}: {len(self.classes)} classes; give at most {MAX_CLASSES}"
-            )
+        if not 2 <= len(self.classes) <= MAX_CLASSES:
+            names = joined(map(shown_name, self.classes), 80)
+            fault = f"{self.where}: has {len(self.classes):,} classes ({names})"
+            raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
         if not self.targets.keys() >= {*SPLITS}:
             return
         test = self.targets["test"]
@@ -83,7 +80,7 @@ class Listing:
                 may_pass = getattr(error, "errno", None) not in (None, ENOENT, EISDIR, ENOTDIR)
                 if may_pass or isinstance(error, MemoryError):
                     raise DataError(f"{self.where}: {name}: {reason(error)}") from error
-                self.broken[number] = f"{name} ({why_unread(cell, error)})"
+                self.broken[number] = f"{name} ({why_unread(name, error)})"
 
         every = ((split, *each) for split in self.images for each in enumerate(self.images[split]))
         rest = ((n, *each) for n, each in enumerate(every) if n not in self.broken)

@@ -15,7 +15,6 @@ from ddp_mnist import errors
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.decode import HEIF, reads_heif
 from ddp_mnist.data.folders import is_metadata, list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
@@ -39,19 +38,15 @@ class Source:
         Raise DataError if they cannot be read, or StorageError if the disk has no space to unpack
         them.
         """
-        found, where = self._listing(options), f"--dataset {self.typed}"
-        if options.columns and found.classes:
-            raise errors.DataError(f"{where}: has classes, and no {', '.join(options.columns)}")
-        return found
-
-    def _listing(self, options: ImageOptions) -> Listing:
         where = f"--dataset {self.typed}"
         if self.kind == "hub":
             return tables.list_hub(self.place, where, options)
-        if self.kind in BUILT_IN:
-            return BUILT_IN[self.kind](where)
         with errors.blame(where, errors.DataError):
-            return list_idx(self.place, where) or self._folder(where, options)
+            built_in = BUILT_IN[self.kind](where) if self.kind in BUILT_IN else None
+            found = built_in or list_idx(self.place, where) or self._folder(where, options)
+        if options.columns and found.classes:
+            raise errors.DataError(f"{where}: has classes, and no {', '.join(options.columns)}")
+        return found
 
     def _folder(self, where: str, options: ImageOptions) -> Listing:
         """Return the tables in a folder, or else its images."""
@@ -78,8 +73,6 @@ class Source:
             linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
             files = {path for path in itertools.chain(places, *linked) if path.is_file()}
             facts: list[Any] = [*map(_fact, sorted(files))]
-        if any(path.suffix.lower() in HEIF for path in files):
-            facts.append(reads_heif())
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def facts_outside(self, files: Iterable[str]) -> list[Any]:

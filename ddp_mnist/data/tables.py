@@ -126,7 +126,7 @@ def list_table(
     """Return a table's images and labels. Raise DataError, which names column and row."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     splits, notes = choose_splits(named, where, options)
-    if options.for_evaluation and not len(splits.get("train", "none")):
+    if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
     first, last = next(iter(splits.values())), [*splits.values()][-1]
     image_column, targets_in, unused = find_columns(first, where, options.columns)
@@ -142,29 +142,20 @@ def list_table(
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
     if options.columns:
-        targets, classes = numbers_in(found, where, targets_in), list[str]()
+        targets, classes = dict[str, np.ndarray](), list[str]()
+        for split, columns in found.items():
+            at = f"{where}: split {split}, column"
+            numbers = [
+                [number_in(x, f"{at} {name}: row {row}") for row, x in enumerate(column)]
+                for name, column in zip(targets_in, columns, strict=True)
+            ]
+            targets[split] = np.array(numbers, np.float32).T
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
         labels = {split: column for split, [column] in found.items()}
         targets, classes = number_labels(labels, where, targets_in[0], names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
     return Listing(where, cells, targets, classes, notes + unused, image_column)
-
-
-def numbers_in(
-    found: dict[str, list[list[Any]]], where: str, columns: list[str]
-) -> dict[str, np.ndarray]:
-    """Return the columns of each split as float32 [N, columns]. Raise DataError for a bad cell."""
-    return {
-        split: np.array(
-            [
-                [number_in(x, f"{where}: split {split}, column {name}: row {n}") for n, x in rows]
-                for name, rows in zip(columns, map(enumerate, each), strict=True)
-            ],
-            np.float32,
-        ).T
-        for split, each in found.items()
-    }
 
 
 def find_columns(
@@ -181,14 +172,8 @@ def find_columns(
     for name, kind in rows.features.items():
         # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
         # have their files' bytes, or their paths.
-        is_plain = getattr(kind, "dtype", "") in (
-            "binary",
-            "large_binary",
-            "string",
-            "large_string",
-        )
         is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
-        if is_image or (is_plain and name in NAMES["image"]):
+        if is_image or name in NAMES["image"]:
             found["image"].append(name)
         if name in columns:
             found[name].append(name)

@@ -105,26 +105,19 @@ def load_weights(net: nn.Module, model: str, weights: str, task: Task) -> str:
 
     layer = [*own][-1].rpartition(".")[0]
     last = [key for key in own if key.rpartition(".")[0] == layer]
-    initialise_again = made_for not in (None, task.names)
-    for key in own | given:
-        mine, theirs = (list(t[key].shape) if key in t else "missing" for t in (own, given))
-        if mine == theirs:
-            continue
-        if key not in last or theirs == "missing":
-            raise UsageError(
-                f"--weights {weights}: {key} is {theirs} in the file, {mine} in the net; {cure}"
-            )
-        initialise_again = True
-    if initialise_again:
+    other_sizes = [key for key in last if key in given and given[key].shape != own[key].shape]
+    if other_sizes or made_for not in (None, task.names):
         if any(own[key].shape[:1] != (task.outputs,) for key in last):
             raise UsageError(
                 f"--weights {weights}: was made for other outputs, and the net's last layer,"
                 f" {layer}, does not give the {task.outputs}; define the layer that gives them last"
             )
-        given = {key: given[key] for key in given if key not in last}
+        given |= {key: own[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
-    own |= given  # not `given` alone: it lacks the layers' versions, which mnasnet needs
-    net.load_state_dict(own)
+    own.clear()  # but for the layers' versions, which mnasnet needs
+    own.update(given)
+    with blame(f"--weights {weights}", UsageError, cure):
+        net.load_state_dict(own)
     return origin
 
 

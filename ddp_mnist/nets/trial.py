@@ -71,43 +71,42 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
     `typed` names it as the user did. The trial runs where the targets of some images are, as
     constants in the user's file may be on another device.
     """
-    device = targets.device
+
+    def of_each(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        seed_forward(targets.device, "trial")
+        score = task.score(task.predict(outputs.detach()), targets)
+        found = {"loss": task.loss(outputs, targets), "score": score}
+        return {name: torch.as_tensor(each) for name, each in found.items()}
+
     for some in (targets[:3], targets[:1]):
-        outputs = torch.linspace(-2, 2, len(some) * task.outputs, device=device)
-        outputs = outputs.view(len(some), task.outputs)
+        count = len(some)
+        outputs = torch.linspace(-2, 2, count * task.outputs, device=targets.device)
+        outputs = outputs.view(count, task.outputs).requires_grad_()
         on = f"{typed}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
         with blame(on, UsageError):
-            seed_forward(device, "trial")
-            losses = torch.as_tensor(task.loss(outputs.requires_grad_(), some))
-            predictions = task.predict(outputs.detach())
-            scores = torch.as_tensor(task.score(predictions, some))
-            for name, each in {"loss": losses, "score": scores}.items():
-                if each.shape != some.shape[:1] or not losses.is_floating_point():
+            found, again = of_each(outputs, some), of_each(outputs, some)
+            for name, each in found.items():
+                if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
                     raise UsageError(
                         f"{on}: gives the {name} {each.tolist()}; give the float {name} of each"
                         " image, not their mean: e.g. reduction='none'"
                     )
-            losses.sum().backward()
-            seed_forward(device, "trial")
-            again = torch.as_tensor(task.loss(outputs, some))
-            if not is_close(again, losses):
+            found["loss"].sum().backward()
+            if not is_close(again["loss"], found["loss"]):
                 raise UsageError(
                     f"{on}: gives others at a second call, so a resumed run would differ; keep"
                     " nothing between calls; draw from a default generator (torch, NumPy, random)"
                 )
             if isinstance(task, Classification):
                 continue
+            predictions = task.predict(outputs.detach())
             if predictions.shape != some.shape:
-                found, must = list(predictions.shape), list(some.shape)
-                raise UsageError(f"{on}: predict gives {found}, must be {must}")
+                given, must = list(predictions.shape), list(some.shape)
+                raise UsageError(f"{on}: predict gives {given}, must be {must}")
             task.count(predictions.cpu(), some.cpu())
-            rows = [(outputs[n : n + 1], some[n : n + 1]) for n in range(len(some))]
-            alone = {
-                "loss": [task.loss(*row) for row in rows],
-                "score": [task.score(task.predict(row), target) for row, target in rows],
-            }
-            for name, each in {"loss": losses, "score": scores}.items():
-                if not is_close(torch.cat(alone[name]), each):
+            alone = [of_each(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
+            for name, each in found.items():
+                if not is_close(torch.cat([row[name] for row in alone]), each):
                     fault = f"the {name} of an image depends on other images, or on chance"
                     raise UsageError(f"{on}: {fault}, so N processes would not train as one")
 

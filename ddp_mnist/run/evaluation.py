@@ -23,7 +23,7 @@ from ddp_mnist.cluster.device import without_tf32
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
-from ddp_mnist.run.console import warn
+from ddp_mnist.run.console import finite, warn
 from ddp_mnist.task import Task
 
 CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
@@ -166,7 +166,9 @@ def evaluate_split(
     counted = b""
     if accelerator.is_main_process:
         loss = losses.sum().item() / rows
-        metrics = Metrics(task.name, loss=loss, count=rows, **task.count(predictions, targets))
+        found = task.count(predictions, targets)
+        found["scores"] = finite(found["scores"])  # JSON has no NaN
+        metrics = Metrics(task.name, loss=loss, count=rows, **found)
         for name, mean in {"loss": loss, task.name: metrics.score}.items():
             if not math.isfinite(mean):
                 warn(f"the mean {name} of {rows:,} images is {mean}, null in files")

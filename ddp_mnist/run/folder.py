@@ -56,21 +56,15 @@ class RunFolder:
         try:
             if not self._began:
                 return
-            match error:
-                case None:
-                    self.status(state="finished", exit_code=0, phase="done")
-                case errors.Preempted():
-                    self.record_outcome("preempted", error.code, str(error))
-                case KeyboardInterrupt():
-                    said = str(error) or "interrupted"
-                    self.record_outcome("failed", errors.exit_code(error), said)
-                case errors.DdpMnistError():
-                    self.record_outcome("failed", error.code, str(error))
-                    if error.blamed:
-                        self.keep_traceback(error)
-                case _:
-                    self.record_outcome("failed", errors.exit_code(error), repr(error))
-                    self.keep_traceback(error)
+            if error is None:
+                self.status(state="finished", exit_code=0, phase="done")
+                return
+            is_expected = isinstance(error, errors.DdpMnistError | KeyboardInterrupt)
+            text = (str(error) or "interrupted") if is_expected else repr(error)
+            state = "preempted" if isinstance(error, errors.Preempted) else "failed"
+            self.record_outcome(state, errors.exit_code(error), text)
+            if getattr(error, "blamed", not is_expected):
+                self.keep_traceback(error)
         finally:
             self.release()
 
@@ -117,7 +111,16 @@ class RunFolder:
         Raise UsageError if another process is writing it, StorageError if it cannot be written.
         """
         with storage_errors(path):
-            self._lock, self.path = take_lock(path), path
+            try:
+                self._lock, self.path = take(path / LOCK).lock, path
+            except HeldError as error:
+                raise UsageError(
+                    f"{path}: another run is writing there ({error}); wait until it has ended, or"
+                    " name another --run-dir"
+                ) from None
+            except OSError as error:  # also on a disk that grants no locks
+                fix = "make it writable, or use a --run-dir on another disk"
+                raise errors.blamed(str(path / LOCK), StorageError, error, fix) from error
             for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
                 if leftover.is_file():
                     leftover.unlink()
@@ -229,20 +232,6 @@ def name_a_run() -> str:
 def without_link(path: Path) -> Path:
     """Return the folder that runs/latest points to now; another run may change the link."""
     return path.parent / path.readlink() if path.is_symlink() else path
-
-
-def take_lock(path: Path) -> FileLock:
-    """Return the lock of this run folder, taken. Raises as `RunFolder.open` does."""
-    try:
-        return take(path / LOCK).lock
-    except HeldError as error:
-        raise UsageError(
-            f"{path}: another run is writing there ({error}); wait until it has ended, or name"
-            " another --run-dir"
-        ) from None
-    except OSError as error:  # also on a disk that grants no locks
-        fix = "make it writable, or use a --run-dir on another disk"
-        raise errors.blamed(str(path / LOCK), StorageError, error, fix) from error
 
 
 # --- Files

@@ -24,15 +24,9 @@ from ddp_mnist.data.batches import splits
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
+from ddp_mnist.run import evaluation
 from ddp_mnist.run.console import Console, count, named_lines
-from ddp_mnist.run.evaluation import (
-    CROSS_ENTROPY,
-    Metrics,
-    number_text,
-    packed,
-    score_texts,
-    shown_loss,
-)
+from ddp_mnist.run.evaluation import Metrics, number_text, score_texts
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
@@ -171,14 +165,21 @@ def step_line(
 
 
 def epoch_line(
-    epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None, score: str
+    epoch: int,
+    epochs: int,
+    means: dict[str, Any],
+    validation: Metrics | None,
+    score: str,
 ) -> str:
     """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""
     parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
     parts += [f"{score} {number_text(means['score'])}"] if means["score"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [f"validation {number_text(validation.score)}", *score_texts(validation.scores)]
+        parts += [
+            f"validation {number_text(validation.score)}",
+            *score_texts(validation.scores),
+        ]
     return "  ".join(parts)
 
 
@@ -227,7 +228,7 @@ def summarise(
         "compile": world.compiled_by,
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
-        "loss_function": recipe.task or recipe.loss or CROSS_ENTROPY,
+        "loss_function": recipe.task or recipe.loss or evaluation.CROSS_ENTROPY,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
@@ -240,7 +241,7 @@ def summarise(
         "notes": [*images.warnings, *images.careful, *images.image_format.notes],
         "metrics": test.scores,
         **test.details,
-        **({"confusion": packed(test.details["confusion"])} if images.classes else {}),
+        **({"confusion": evaluation.packed(test.details["confusion"])} if images.classes else {}),
         "machine": hardware.describe() | {"gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
@@ -267,7 +268,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     name, classes = outcome["score_name"], outcome["classes"]
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
-    loss = shown_loss(outcome["loss_function"], outcome["test_loss"])
+    loss = evaluation.shown_loss(outcome["loss_function"], outcome["test_loss"])
     of = f"{images:,} images of {outcome['dataset']['name']}"
     result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
     lines = {

@@ -32,16 +32,8 @@ from ddp_mnist.errors import (
     printable,
     shown_name,
 )
-from ddp_mnist.run import evaluation, weights
+from ddp_mnist.run import evaluation, folder, weights
 from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.folder import (
-    CONFIG,
-    SUMMARY,
-    TRAINED_ON,
-    read_if_whole,
-    read_json,
-    trained_on,
-)
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.task import Classification, options_of
 from ddp_mnist.verbs.flags import Evaluate
@@ -107,13 +99,13 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
-    with blame(f"{run}: {CONFIG}", CheckpointError):
-        config = read_json(Path(run) / CONFIG)
+    with blame(f"{run}: {folder.CONFIG}", CheckpointError):
+        config = folder.read_json(Path(run) / folder.CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
         found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
         found["left_out"] = config.get("left_out", [])
-    found["summary"] = read_if_whole(Path(run) / SUMMARY)
+    found["summary"] = folder.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has a task of its own, {found['task']}; leave it out")
@@ -150,7 +142,7 @@ def _load(
 
     # Images from which the run's own test was drawn are split as they were.
     share = config["test_share"]
-    is_known = np.isin(images.keys, trained_on(flags.run))  # on rank 0, which has the run
+    is_known = np.isin(images.keys, folder.trained_on(flags.run))  # on rank 0, which has the run
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
         images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
@@ -198,8 +190,9 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     if flags.split == "train":
         return
     numbers = rows.rows.numpy()
-    if not (keys := trained_on(flags.run)).size:
-        unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
+    if not (keys := folder.trained_on(flags.run)).size:
+        lost = f"{flags.run}: has no {folder.TRAINED_ON}"
+        unknown = f"{lost}, so whether it was trained on these is unknown"
         if images.test_share is not None:
             fix = "give images that it has not seen, in test/CLASS/"
             raise DataError(f"{unknown}; {fix}")

@@ -165,9 +165,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        raise DataError(
-            why_unread(content if isinstance(content, bytes) else str(file), error)
-        ) from error
+        raise DataError(why_unread(file.name, error)) from error
 
 
 # --- The picture that --show writes

@@ -6,7 +6,6 @@ on two processes drifts a hundredth away from one process, float64 some 1e-13.
 
 import itertools
 import math
-import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -48,14 +47,11 @@ HOUR = 3600  # seconds, for a large data set; a rank that hangs is given up afte
 STOPS_AT = 20  # the step at which a run is interrupted
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, full passes
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
-PROVEN = ("cnn", "cnn_deep", "mlp")  # nets that do not depend on the number of processes
 FIX = (
-    "install the versions in constraints.txt and run verify again; until it passes, do not trust"
-    " results from this machine"
+    "without --inject, --model, --loss and --task: install the versions in constraints.txt, and do"
+    " not trust results from this machine until verify passes; with a net or a loss of your own, it"
+    " may be BatchNorm, Dropout, or a loss that is not of one image alone"
 )
-BY_FAULT = "this is the fault that was injected"
-BY_LOSS = "the loss of an image must depend on nothing but its own outputs and target; correct it"
-BY_NET = "expected of a model with BatchNorm (use GroupNorm, or --sync-bn on GPUs) or Dropout"
 
 
 @dataclass(frozen=True)
@@ -74,18 +70,13 @@ def run(flags: Verify) -> None:
     """
     save = Path(flags.save)
     check_place(flags.save, "--save")
-    if (size := os.environ.get("WORLD_SIZE") or "1") != "1":
-        raise UsageError(
-            f"WORLD_SIZE={size}: verify starts its own processes; start it without a launcher, or"
-            " unset WORLD_SIZE"
-        )
     if flags.gpu and not hardware.gpus():
         raise UsageError("--gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out")
     console, checks = Console(True), list[CheckResult]()
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
     for line in verify(sizes, config, flags.gpu):
         if isinstance(line, CheckResult):
-            checks.append(line := explained(line, config.recipe))
+            checks.append(line)
         console.print(str(line))
     head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
     head |= {"dataset": flags.dataset, "model": config.recipe.model, "loss": config.recipe.loss}
@@ -96,18 +87,6 @@ def run(flags: Verify) -> None:
         raise CheckFailed(wrong)
     passed = coloured(PASS, f"all {len(checks)} checks passed")
     console.print(f"{passed}; written to {save}")
-
-
-def explained(check: CheckResult, recipe: Recipe) -> CheckResult:
-    """Return the check, its fix improved if the fault, the net or the loss explains the failure."""
-    fix, fault = check.fix, recipe.inject
-    if fault and (check.name == "runs") == (fault == "exit"):
-        fix = BY_FAULT
-    elif "difference" in check.figures and recipe.model not in PROVEN:
-        fix = BY_NET
-    elif "difference" in check.figures and (recipe.loss or recipe.task):
-        fix = BY_LOSS
-    return check._replace(fix=fix if check.fix else "")
 
 
 def config_of(flags: Verify) -> TrainConfig:
