@@ -119,8 +119,9 @@ soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 runs are hit at 
 gpu-check: $(READY) ## Run the tests that need a GPU
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-check: $(READY) ## Lint, check the types, and what the documents say
+check: $(READY) ## Lint, check the types, the budgets, and what the documents say
 	@$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy && $(PY) docs/check.py
+	@$(PY) -m pytest -q tests/budgets.py
 
 fmt: $(READY) ## Format the code
 	@$(PY) -m ruff format . && $(PY) -m ruff check --fix .

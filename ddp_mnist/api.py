@@ -33,8 +33,9 @@ from ddp_mnist.config.flag_fields import Flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.run.folder import SUMMARY, read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.train import train as run_training
+from ddp_mnist.training.folder import SUMMARY
 from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
@@ -47,8 +48,8 @@ def train(**flags: Any) -> dict[str, Any]:
     functions from a file, which Python imports once in a process. If `resume` names a finished run,
     return its summary.
     """
-    config = TrainConfig.of(checked(flags, RunFlags, Recipe, Distribution))
-    with process_as_found():
+    config = TrainConfig.of(_checked(flags, RunFlags, Recipe, Distribution))
+    with _process_as_found():
         summary = run_training(config, find_launch(config.distribution))
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
     if not summary and not config.run.dry_run and file.exists():  # only on rank 0's machine
@@ -58,9 +59,9 @@ def train(**flags: Any) -> dict[str, Any]:
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
-    typed = checked({"run": run, **flags}, Evaluate, Distribution)
+    typed = _checked({"run": run, **flags}, Evaluate, Distribution)
     own, distribution = Evaluate.of(typed), Distribution.of(typed)
-    with process_as_found():
+    with _process_as_found():
         return evaluation.evaluate_run(own, distribution, find_launch(distribution, trains=False))
 
 
@@ -76,14 +77,14 @@ def predict(
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")
-    own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
+    own = Predict.of(_checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
     with torch.random.fork_rng(()):  # a user's net draws its weights on the CPU
         return list(prediction.answer(own, prediction.load(own)))
 
 
-def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
+def _checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords, dropping a None that is the default.
 
     Raise UsageError for unknown ones.
@@ -96,7 +97,7 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def process_as_found() -> Iterator[None]:
+def _process_as_found() -> Iterator[None]:
     """Restore what a run changes in its process, which may be a notebook's.
 
     These are the environment, sys.path, the number of threads and the state of random numbers;

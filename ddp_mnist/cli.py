@@ -28,7 +28,7 @@ from ddp_mnist.config.flag_fields import Flags, add_flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.run.console import Console, tell, write_stdout
+from ddp_mnist.system.console import Console, tell, write_stdout
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -53,8 +53,8 @@ exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoi
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
 MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
-    "doctor": "ddp_mnist.doctor.verb",
-    "verify": "ddp_mnist.verify.proofs",
+    "doctor": "ddp_mnist.verbs.doctor.verb",
+    "verify": "ddp_mnist.verbs.verify.proofs",
 }
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
 # doctor, which computes in the precision that training uses.

@@ -22,12 +22,12 @@ from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, splits
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.optim import make_optimizer
-from ddp_mnist.run.evaluation import make_eval_loader
-from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.meter import Meter
-from ddp_mnist.run.set_up import set_up_run
-from ddp_mnist.run.state import State
-from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.training.evaluation import make_eval_loader
+from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.meter import Meter
+from ddp_mnist.training.set_up import set_up_run
+from ddp_mnist.training.state import State
+from ddp_mnist.training.training_run import TrainingRun
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:

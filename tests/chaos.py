@@ -17,9 +17,10 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import PeerError
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import STATUS, SUMMARY, read_json
-from ddp_mnist.verify.watch import just_train, resumed, what_stays
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.folder import STATUS, SUMMARY
+from ddp_mnist.verbs.verify.watch import just_train, resumed, what_stays
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
 from tests.training import told_once
 

@@ -25,7 +25,7 @@ from tests.hosts import require_flock
 Maker = Callable[[Path], None]
 
 preload("ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.verbs.evaluate")
-preload("ddp_mnist.doctor.verb", "tests.commands", "tests.training")
+preload("ddp_mnist.verbs.doctor.verb", "tests.commands", "tests.training")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

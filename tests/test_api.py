@@ -33,8 +33,8 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify import watch
+from ddp_mnist.system.files import read_json
+from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import of, split_up, write_noise
 from tests.training import apart, check_equal, metrics

@@ -12,7 +12,7 @@ from tests.commands import REPOSITORY
 CHECK: dict[str, Any] = runpy.run_path(str(REPOSITORY / "docs" / "check.py"))
 ENGLISH = """# A page
 
-See [the part](#a-part), `run/state.py` and **bold**. It took 1.25 s with `--epochs 3`.
+See [the part](#a-part), `training/state.py` and **bold**. It took 1.25 s with `--epochs 3`.
 
 ## A part
 
@@ -107,7 +107,7 @@ def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
         ("ddp.en.svg", "../page.md", "figures/../page.md: cannot be drawn"),
         ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
         ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
-        ("`run/state.py`", "`run/gone.py`", "run/gone.py: there is no such file"),
+        ("`training/state.py`", "`training/gone.py`", "training/gone.py: there is no such file"),
         ("| 1 | 2 |", "| 1 | `gone.py` |", "gone.py: there is no such file"),
         ("| 1 | 2 |", "| 1 | `deploy/gone.yaml` |", "deploy/gone.yaml: there is no such file"),
     ],
@@ -127,7 +127,7 @@ def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path,
         ("1.25", "1.26", "figures differ from page.md: '1.25'"),
         ("--epochs 3", "--epoch 3", "flags differ from page.md: '--epochs'"),
         ("(#a-part)", "(page.md)", "links differ from page.md"),
-        ("`run/state.py`", "run/state.py", "lacks `run/state.py` of page.md"),
+        ("`training/state.py`", "training/state.py", "lacks `training/state.py` of page.md"),
         ("用时", "用\n时间", "a space or a line break between Chinese letters"),
         ("用时", "用时 很长", "a space or a line break between Chinese letters"),
     ],

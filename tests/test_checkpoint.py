@@ -15,8 +15,15 @@ import pytest
 import torch
 
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.checkpoint import DAMAGED, from_bytes, newest_first, read_newest, save, to_bytes
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.checkpoint import (
+    DAMAGED,
+    from_bytes,
+    newest_first,
+    read_newest,
+    save,
+    to_bytes,
+)
 
 END = checkpoint.DIGEST_BYTES  # the digest, behind the rest
 

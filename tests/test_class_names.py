@@ -11,9 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.render import markdown
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed
 from tests.training import with_flags
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.verify import watch
+from ddp_mnist.verbs.verify import watch
 from tests.training import with_flags
 
 COMPILED: Any = with_flags(

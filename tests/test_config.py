@@ -22,8 +22,8 @@ from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.set_up import check_net, resolve_and_load
 from ddp_mnist.task import Classification
+from ddp_mnist.training.set_up import check_net, resolve_and_load
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 from tests.training import resolved

@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 
 from ddp_mnist.data import cache
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.commands import CONFIGS, PROOF, REPOSITORY, Started, python_path
 from tests.data_sets import of
 from tests.training import check_equal

@@ -22,7 +22,7 @@ import pytest
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, as_json
+from ddp_mnist.system.console import Console, as_json
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
 from tests.data_sets import of
@@ -50,7 +50,7 @@ def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
 
 
 ON_A_TERMINAL = """
-from ddp_mnist.run.console import Console
+from ddp_mnist.system.console import Console
 from ddp_mnist.verbs.check_result import warned
 with Console(True) as console:
     console.print("begins")
@@ -157,7 +157,7 @@ def run_forked(arguments: list[str], *streams: str) -> Ended:
 def run_all(commands: list[tuple[list[str], str, str]]) -> list[Ended]:
     """Run one after the other; what verify would take minutes for is left out."""
     import ddp_mnist.verbs.predict  # noqa: F401
-    from ddp_mnist.verify import proofs
+    from ddp_mnist.verbs.verify import proofs
 
     proofs.verify = lambda *_: iter(["begins"])
     return [run_forked(*command) for command in commands]

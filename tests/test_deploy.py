@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.commands import REPOSITORY, Started
 
 pytestmark = pytest.mark.system

@@ -25,11 +25,7 @@ from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.doctor import group_checks as group
-from ddp_mnist.doctor import machine_checks as machine
-from ddp_mnist.doctor import verb as checks
-from ddp_mnist.doctor.collectives import payload
-from ddp_mnist.run.faults import leave_out_last_parameter
+from ddp_mnist.training.faults import leave_out_last_parameter
 from ddp_mnist.verbs.check_result import (
     FAIL,
     PASS,
@@ -40,6 +36,10 @@ from ddp_mnist.verbs.check_result import (
     warned,
     worst,
 )
+from ddp_mnist.verbs.doctor import group_checks as group
+from ddp_mnist.verbs.doctor import machine_checks as machine
+from ddp_mnist.verbs.doctor import verb as checks
+from ddp_mnist.verbs.doctor.collectives import payload
 from ddp_mnist.verbs.flags import Doctor
 from tests.commands import Ended, Typed, left_on_screen, on_terminal
 from tests.data_sets import flat, write_noise
@@ -50,7 +50,7 @@ Found = dict[str, list[CheckResult]]
 # --- One machine
 
 HERE = Path("here")  # stands for the test's folder, which holds an empty file and a GPU's device
-M, H = "ddp_mnist.doctor.machine_checks", "ddp_mnist.cluster.hardware"
+M, H = "ddp_mnist.verbs.doctor.machine_checks", "ddp_mnist.cluster.hardware"
 LIMITS = "ddp_mnist.system.limits"
 USAGE = namedtuple("USAGE", "total used free")
 
@@ -236,7 +236,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("data", patch.object(group.cache, "cached", always(digits)), same),
         ("no data", patch.object(group.cache, "cached", always(None)), same),
         ("collectives", none, right),
-        ("damaged", patch("ddp_mnist.doctor.collectives.payload", damaged), right),
+        ("damaged", patch("ddp_mnist.verbs.doctor.collectives.payload", damaged), right),
         ("hot", patch.object(group, "product", hot), group.faulty_devices),
     ):
         yield name, on_rank_1(fault), check

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.run.folder import read_if_whole
+from ddp_mnist.system.files import read_if_whole
 from tests.chaos import newest_step
 from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Ended, Started
 from tests.training import apart
@@ -90,7 +90,7 @@ def prepare():
     """Strike at each place that comes after the import of the net."""
     from ddp_mnist import train
     from ddp_mnist.data import cache
-    from ddp_mnist.run.training_run import TrainingRun
+    from ddp_mnist.training.training_run import TrainingRun
 
     before(cache, "load", "decoding")
     before(train, "warm_up_ddp", "first step")

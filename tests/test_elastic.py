@@ -17,7 +17,7 @@ from signal import SIGTERM
 import psutil
 import pytest
 
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import SLOW, TORCHRUN, Started, fences_of, proof
 from tests.hosts import Hosts, require_flock, require_hosts

@@ -21,11 +21,17 @@ from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, make_eval_loader, packed, unpacked
 from ddp_mnist.task import Classification
+from ddp_mnist.training.evaluation import (
+    Metrics,
+    evaluate_split,
+    make_eval_loader,
+    packed,
+    unpacked,
+)
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.training import net_that
 
 CLASSES = 4

@@ -20,11 +20,11 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.nets.ours import MODELS, Normalised, with_test_time_augmentation
-from ddp_mnist.run import weights
 from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, fences_of, python, write_given
 from tests.data_sets import GREY
 

@@ -28,10 +28,11 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import LOCK, MODEL, read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
-from ddp_mnist.verify import watch
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.folder import LOCK, MODEL
+from ddp_mnist.verbs.verify import watch
 from tests.chaos import (
     SECONDS,
     chaos,
@@ -242,7 +243,7 @@ def _save_hit_at(call: int, number: int | None) -> None:
 
     def hit(frame: Any, event: str, function: Any) -> None:
         where = str(frame.f_globals["__name__"])
-        if event != "c_call" or not where.startswith(("ddp_mnist.run.folder", "pathlib")):
+        if event != "c_call" or not where.startswith(("ddp_mnist.training.folder", "pathlib")):
             return
         if function.__name__ in FILE_CALLS and next(calls) == call:
             if number is None:
@@ -385,7 +386,7 @@ def test_fault_11_in_evaluation_and_during_a_save(unbroken: Path, tmp_path: Path
 
 def _stopped_in(config: TrainConfig, phase: str) -> Any:
     """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
-    from ddp_mnist.run import training_run as session
+    from ddp_mnist.training import training_run as session
 
     evaluate, save = session.evaluate_split, checkpoint.save
 
@@ -437,7 +438,7 @@ def test_fault_13_control_c_twice(tmp_path: Path) -> None:
 
 def _typed(arguments: list[str]) -> None:
     """Run a command whose every step takes a while."""
-    from ddp_mnist.run.meter import Meter
+    from ddp_mnist.training.meter import Meter
 
     update = Meter.update
 

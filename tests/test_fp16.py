@@ -30,9 +30,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError, UsageError
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.state import Progress
-from ddp_mnist.verify.watch import just_train, resumed, weights_of, what_stays
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.state import Progress
+from ddp_mnist.verbs.verify.watch import just_train, resumed, weights_of, what_stays
 from tests.data_sets import few_digits
 from tests.training import status, told_once, with_flags
 

@@ -15,8 +15,8 @@ import torch
 
 from ddp_mnist.cluster.failures import A_GPU_EACH
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify import proofs, watch
+from ddp_mnist.system.files import read_json
+from ddp_mnist.verbs.verify import proofs, watch
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
 from tests.training import apart, net_that, status, with_flags

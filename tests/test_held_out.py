@@ -18,7 +18,7 @@ from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, validation_rows
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests import data_sets
 from tests.commands import Typed
 from tests.data_sets import flat, noise, of, write_noise

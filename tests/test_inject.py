@@ -17,9 +17,14 @@ from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import GlobalBatchSampler, Rows
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.run.faults import inject, keep_first_order, leave_out_last_parameter, sum_gradients
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.faults import (
+    inject,
+    keep_first_order,
+    leave_out_last_parameter,
+    sum_gradients,
+)
+from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
 from tests.training import metrics, recipe_of, what_it_says, with_flags
 

@@ -20,7 +20,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, decode_all
 from ddp_mnist.errors import StorageError, one_line
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.data_sets import cells_of, encoded, folder_of, of, picture
 from tests.training import with_flags
 

@@ -11,7 +11,7 @@ from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.launch_configs import as_flag
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.commands import ACCELERATE, CONFIGS, PROOF, TRAIN, Started, all_succeed
 from tests.training import check_equal
 

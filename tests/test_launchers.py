@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.commands import (
     ACCELERATE,
     CONFIGS,

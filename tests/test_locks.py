@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.system import locks
 from ddp_mnist.system.locks import HeldError, is_held, take
+from ddp_mnist.training.folder import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")
 ELSEWHERE = "7\nnode-a\n"  # what a process on another machine has left, or has

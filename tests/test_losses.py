@@ -15,11 +15,11 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.weights import from_bytes, read_bytes
+from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification, balanced, make_task
+from ddp_mnist.training.weights import from_bytes, read_bytes
 from ddp_mnist.verbs.flags import Verify
-from ddp_mnist.verify import proofs, watch
+from ddp_mnist.verbs.verify import proofs, watch
 from tests.commands import Typed
 from tests.data_sets import few_digits, of
 from tests.test_verify import failed

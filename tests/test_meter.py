@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.run import meter
-from ddp_mnist.run.meter import Meter, sum_up
-from ddp_mnist.run.state import Progress, Sums
 from ddp_mnist.task import Classification
+from ddp_mnist.training import meter
+from ddp_mnist.training.meter import Meter, sum_up
+from ddp_mnist.training.state import Progress, Sums
 from tests.training import recipe_of
 
 

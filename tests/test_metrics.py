@@ -21,10 +21,10 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import splits
 from ddp_mnist.errors import FailedElsewhere, UsageError
 from ddp_mnist.metrics import ClassCounts, classification_metrics, find_score
-from ddp_mnist.run.console import finite
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.weights import from_bytes, read_bytes
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.system.console import finite
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.weights import from_bytes, read_bytes
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed
 from tests.data_sets import of, write_idx
 from tests.test_tracking import logged, scalars

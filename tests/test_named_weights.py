@@ -21,9 +21,9 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.build import build_net, factory_of
-from ddp_mnist.run import weights
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
 from tests.commands import Typed
 from tests.data_sets import flat, write_noise
 

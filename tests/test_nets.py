@@ -16,11 +16,11 @@ from ddp_mnist.nets import trial
 from ddp_mnist.nets.build import build_net, has_batch_norm
 from ddp_mnist.nets.initial_weights import load_weights
 from ddp_mnist.nets.ours import is_known
-from ddp_mnist.run import weights
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
-from ddp_mnist.verify import watch
+from ddp_mnist.training import weights
+from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import COLOUR, GREY
 from tests.training import own_module, with_flags

@@ -22,7 +22,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
 from ddp_mnist.errors import DataError, StorageError
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
 from tests.data_sets import RED, encoded, folder_of, load, of, picture, stored

@@ -10,8 +10,8 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from ddp_mnist.system.files import read_json
+from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.training import apart, metrics, stop, with_flags
 
 # Each is a net of one layer that draws or remembers in forward: name -> (__init__, forward).

@@ -11,7 +11,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.verify import watch
+from ddp_mnist.verbs.verify import watch
 from tests.data_sets import of
 from tests.training import apart, stop, with_flags
 

@@ -10,7 +10,13 @@ import torch
 from ddp_mnist import plain_ddp
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.verify.watch import PROOF, just_train, largest_difference, proof_config, weights_of
+from ddp_mnist.verbs.verify.watch import (
+    PROOF,
+    just_train,
+    largest_difference,
+    proof_config,
+    weights_of,
+)
 from tests.commands import REPOSITORY, run_here
 
 OWN = """

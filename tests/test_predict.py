@@ -27,8 +27,8 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.nets.ours import CNN, Normalised
-from ddp_mnist.run import weights
 from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Predict

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.verify.watch import just_train, proof_config, resumed, weights_of
+from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed, weights_of
 from tests.training import stop, with_flags
 
 STEPS = 3

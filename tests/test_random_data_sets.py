@@ -30,8 +30,8 @@ from PIL.ExifTags import Base
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.run import weights
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training import weights
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
 from tests.data_sets import cells_of, encoded, of

@@ -19,10 +19,11 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
-from ddp_mnist.run.folder import RunFolder, read_json
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
 from tests.data_sets import flat, of, write_noise
 

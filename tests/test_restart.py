@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import what_stays
+from ddp_mnist.system.files import read_json
+from ddp_mnist.verbs.verify.watch import what_stays
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, SLOW, TORCHRUN, Started, proof
 

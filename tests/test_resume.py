@@ -16,13 +16,14 @@ from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
-from ddp_mnist.run import checkpoint, resume
-from ddp_mnist.run.console import Console
-from ddp_mnist.run.folder import STARTING, read_json
-from ddp_mnist.run.resume import EarlierRun
-from ddp_mnist.run.set_up import resolve_and_load
-from ddp_mnist.verify import watch
-from ddp_mnist.verify.watch import Seen, just_train, resumed
+from ddp_mnist.system.console import Console
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training import checkpoint, resume
+from ddp_mnist.training.folder import STARTING
+from ddp_mnist.training.resume import EarlierRun
+from ddp_mnist.training.set_up import resolve_and_load
+from ddp_mnist.verbs.verify import watch
+from ddp_mnist.verbs.verify.watch import Seen, just_train, resumed
 from tests.chaos import leftovers, what_stays
 from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx

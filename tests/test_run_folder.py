@@ -11,8 +11,9 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run.folder import RUNS, RunFolder, read_json, reserve
+from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
+from ddp_mnist.training.folder import RUNS, RunFolder, reserve
 from tests.chaos import wait_until
 from tests.test_rendezvous import at_once
 
@@ -129,7 +130,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path: Path) -> None:
     denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
-    broken = patch("ddp_mnist.run.folder.open", Mock(side_effect=denied), create=True)
+    broken = patch("ddp_mnist.training.folder.open", Mock(side_effect=denied), create=True)
     with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
         create(tmp_path)
 

@@ -22,7 +22,7 @@ from ddp_mnist.cluster.store import Place, Store
 from ddp_mnist.cluster.world import choose_interface, form_group, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import PeerError, UsageError
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import CONFIGS
 from tests.training import told_once, with_flags
 
@@ -332,7 +332,7 @@ def test_fault_23_processes_that_would_each_train_alone(
 
 def train_otherwise(what: str) -> Any:
     from ddp_mnist.data import cache
-    from ddp_mnist.run import saved_config
+    from ddp_mnist.training import saved_config
 
     config = proof_config()
     if os.environ["RANK"] == "1":

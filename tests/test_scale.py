@@ -19,7 +19,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.verify.watch import just_train, proof_config
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.training import with_flags
 
 PATIENCE_S = 30.0  # --dist-timeout

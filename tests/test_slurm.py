@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import PROOF, REPOSITORY, SLOW, TRAIN, Ended, Started, require_programs
 from tests.hosts import Hosts, require_hosts

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import (
     EXIT_RACE,

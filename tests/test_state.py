@@ -8,8 +8,8 @@ from torch import nn
 
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.errors import CheckpointError, DivergedError
-from ddp_mnist.run.state import Progress, State, Sums
 from ddp_mnist.task import Classification
+from ddp_mnist.training.state import Progress, State, Sums
 from tests.training import recipe_of
 
 

@@ -13,10 +13,10 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.run import summary
-from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.saved_config import facts
-from ddp_mnist.run.versions import code_digest, git_commit, package_versions
+from ddp_mnist.training import summary
+from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.saved_config import facts
+from ddp_mnist.training.versions import code_digest, git_commit, package_versions
 from tests.training import recipe_of
 
 
@@ -203,7 +203,7 @@ def test_the_codes_digest_changes_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert code_digest() == code_digest()
-    monkeypatch.setattr("ddp_mnist.run.versions.__file__", str(tmp_path / "summary.py"))
+    monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(tmp_path / "summary.py"))
     (tmp_path / "train.py").write_text("a = 1\n")
     before = code_digest()
     (tmp_path / "notes.txt").write_text("no code")
@@ -224,7 +224,7 @@ def test_the_commit_is_that_of_the_checkout(
     code = tmp_path / "ddp_mnist" / "summary.py"
     code.parent.mkdir()
     code.write_text("a = 1\n")
-    monkeypatch.setattr("ddp_mnist.run.versions.__file__", str(code))
+    monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(code))
     assert git_commit() is None  # no checkout
     git("init", "-q")
     git("commit", "-qm", "somebody else's", "--allow-empty")

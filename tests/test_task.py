@@ -16,10 +16,10 @@ from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
-from ddp_mnist.run import weights
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.task import options_of
-from ddp_mnist.verify import watch
+from ddp_mnist.training import weights
+from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed, python
 from tests.training import apart, own_module, stop, with_flags
 

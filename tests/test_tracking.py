@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.run import TrainConfig
-from ddp_mnist.run.checkpoint import newest_first
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.checkpoint import newest_first
+from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.training import metrics, status, stop, told_once, with_flags
 
 

@@ -14,11 +14,11 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import PRESETS, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs import report
 from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Report
-from ddp_mnist.verify import watch
+from ddp_mnist.verbs.verify import watch
 from tests.data_sets import few_digits, write_idx
 from tests.training import apart, check_equal, metrics, status, told_once, what_it_says, with_flags
 

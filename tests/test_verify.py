@@ -12,12 +12,12 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import CheckFailed, PeerError
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify
-from ddp_mnist.verify import proofs, watch
-from ddp_mnist.verify.proofs import Watched
-from ddp_mnist.verify.watch import largest_difference
+from ddp_mnist.verbs.verify import proofs, watch
+from ddp_mnist.verbs.verify.proofs import Watched
+from ddp_mnist.verbs.verify.watch import largest_difference
 from tests.commands import REPOSITORY, Typed
 from tests.training import with_flags
 

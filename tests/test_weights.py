@@ -11,8 +11,8 @@ from safetensors import safe_open
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.nets.ours import MODELS, VERSION, Normalised, with_test_time_augmentation
-from ddp_mnist.run import weights
 from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)

@@ -15,9 +15,10 @@ from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import STATUS, read_json
-from ddp_mnist.verify.watch import just_train, largest_difference, train_until, weights_of
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.folder import STATUS
+from ddp_mnist.verbs.verify.watch import just_train, largest_difference, train_until, weights_of
 from tests.data_sets import of
 
 

@@ -34,9 +34,9 @@ from ddp_mnist.data.batches import split
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.plain_ddp import train_plain
-from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.task import make_task
 from ddp_mnist.train import fit
+from ddp_mnist.training.training_run import TrainingRun
 
 TEST_ROWS = 1000
 STEPS = 380  # optimizer steps in a measurement, at most: an epoch of MNIST

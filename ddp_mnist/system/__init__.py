@@ -1,1 +1,1 @@
-"""The machine under this process: cores, memory, other programs, file locks, deadlines."""
+"""The machine under this process: its console, files and locks, its cores, and deadlines."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Self
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.run.console import coloured
-from ddp_mnist.run.versions import package_versions
+from ddp_mnist.system.console import coloured
+from ddp_mnist.training.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 INDENT = " " * 21  # of the text in a line

@@ -32,10 +32,11 @@ from ddp_mnist.errors import (
     printable,
     shown_name,
 )
-from ddp_mnist.run import evaluation, folder, weights
-from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.summary import changed_since
+from ddp_mnist.system import files
+from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.task import Classification, options_of
+from ddp_mnist.training import evaluation, folder, weights
+from ddp_mnist.training.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
@@ -100,12 +101,12 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
     with blame(f"{run}: {folder.CONFIG}", CheckpointError):
-        config = folder.read_json(Path(run) / folder.CONFIG)
+        config = files.read_json(Path(run) / folder.CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
         found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
         found["left_out"] = config.get("left_out", [])
-    found["summary"] = folder.read_if_whole(Path(run) / folder.SUMMARY)
+    found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has a task of its own, {found['task']}; leave it out")
@@ -201,8 +202,8 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     if len(seen := numbers[np.isin(images.keys[numbers], keys)]):
         fix = "use --split test"
         if flags.split == "test":
-            files = images.files_of(seen[:MOST_NAMED].tolist()).values()
-            names = joined(map(printable, files), 100)
+            paths = images.files_of(seen[:MOST_NAMED].tolist()).values()
+            names = joined(map(printable, paths), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"
         those = f"{len(seen):,} of these {len(numbers):,} {flags.split} images"
         fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"

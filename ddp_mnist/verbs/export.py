@@ -22,9 +22,10 @@ from torch import Tensor
 from ddp_mnist import __version__
 from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame, printable
-from ddp_mnist.run import folder, weights
-from ddp_mnist.run.console import Console
-from ddp_mnist.run.weights import Trained
+from ddp_mnist.system import files
+from ddp_mnist.system.console import Console
+from ddp_mnist.training import folder, weights
+from ddp_mnist.training.weights import Trained
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
@@ -77,13 +78,13 @@ def write_folder(
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
     card = model_card(trained, flags)
     about = {"architecture": trained.architecture, "classes": trained.task.names}
-    others = {CARD: card.encode(), ABOUT: folder.to_json(about).encode()}
+    others = {CARD: card.encode(), ABOUT: files.to_json(about).encode()}
     if (seen := Path(flags.run) / folder.TRAINED_ON).exists():  # goes where the weights go
         others[folder.TRAINED_ON] = seen.read_bytes()
-    with folder.storage_errors(out, "--out"):
+    with files.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in (contents | others).items():
-            folder.write_atomically(out / file, content)
+            files.write_atomically(out / file, content)
         for file in EXPORTS.values():
             if file not in contents and (out / file).exists():
                 (out / file).unlink()
@@ -93,7 +94,7 @@ def write_folder(
 def refuse_other_files(out: Path) -> None:
     """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
-    if folder.read_if_whole(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
+    if files.read_if_whole(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
         others -= {CARD, ABOUT, folder.TRAINED_ON, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
@@ -206,7 +207,7 @@ def model_card(trained: Trained, flags: Export) -> str:
     """
     file = Path(flags.run) / folder.SUMMARY
     with blame(str(file), CheckpointError):
-        summary = folder.read_json(file)
+        summary = files.read_json(file)
     return render(
         "model_card.md",
         s=summary,

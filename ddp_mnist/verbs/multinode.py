@@ -15,7 +15,7 @@ from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, meet_machines
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
-from ddp_mnist.run.console import Console, tell
+from ddp_mnist.system.console import Console, tell
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, why_unread
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, printable, shown_name
-from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.folder import check_place, storage_errors
-from ddp_mnist.run.weights import Trained
+from ddp_mnist.system.console import Console, as_json, warn
+from ddp_mnist.system.files import check_place, storage_errors
+from ddp_mnist.training import weights
+from ddp_mnist.training.weights import Trained
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 

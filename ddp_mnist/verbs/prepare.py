@@ -2,7 +2,7 @@
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console
+from ddp_mnist.system.console import Console
 from ddp_mnist.verbs.flags import Prepare
 
 

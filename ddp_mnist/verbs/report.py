@@ -27,12 +27,13 @@ from ddp_mnist.data.batches import eval_batch_size, split
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
-from ddp_mnist.run import folder, weights
-from ddp_mnist.run.console import Console, warn
-from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.summary import changed_since
+from ddp_mnist.system import files
+from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
+from ddp_mnist.training import folder, weights
+from ddp_mnist.training.evaluation import MANY_CLASSES, most_confused, unpacked
+from ddp_mnist.training.summary import changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -65,7 +66,7 @@ def run(flags: Report) -> None:
 
     Raise DataError at the end if the page lacks mistakes because images have changed.
     """
-    folder.check_place(flags.out, "--out")
+    files.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the run and its predictions")
     run = read_run(Path(flags.run))
@@ -75,8 +76,8 @@ def run(flags: Report) -> None:
     figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
     curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     page = Path(flags.out or run.path / "report.html")
-    with folder.storage_errors(page, "--out"):
-        folder.write_atomically(page, render_page(run, curves).encode())
+    with files.storage_errors(page, "--out"):
+        files.write_atomically(page, render_page(run, curves).encode())
         console.print(f"written to {page}")
         for key, figure in figures.items() if flags.png else ():
             picture = page.with_name(f"{page.stem}-{key}.png")
@@ -90,7 +91,7 @@ def run(flags: Report) -> None:
 def read_run(path: Path) -> ReportedRun:
     """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
     with blame(f"{path}: {folder.STATUS}", CheckpointError):
-        status = folder.read_json(path / folder.STATUS)
+        status = files.read_json(path / folder.STATUS)
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
@@ -99,9 +100,9 @@ def read_run(path: Path) -> ReportedRun:
         run = ReportedRun(
             path,
             printable(path.resolve().name),
-            folder.read_json(path / folder.CONFIG),
+            files.read_json(path / folder.CONFIG),
             [{**json.loads(line)} for line in lines[:-1]],  # the last line may be incomplete
-            folder.read_json(summary) if summary.exists() else {},
+            files.read_json(summary) if summary.exists() else {},
             status,
         )
         render_page(run, {})  # fails if a field is missing
@@ -167,9 +168,9 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
 
 def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
     """Return, for each row of the test split, its file in the folder, or its number."""
-    files = images.files_of(numbers := images.rows["test"][[*rows]].tolist())
+    paths = images.files_of(numbers := images.rows["test"][[*rows]].tolist())
     places = (
-        files.get(number, f"test image {row}") for row, number in zip(rows, numbers, strict=True)
+        paths.get(number, f"test image {row}") for row, number in zip(rows, numbers, strict=True)
     )
     return dict(zip(rows, map(printable, places), strict=True))
 

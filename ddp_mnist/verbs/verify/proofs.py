@@ -29,17 +29,17 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
-from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, coloured, count
-from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
-from ddp_mnist.run.faults import count_padding
-from ddp_mnist.run.folder import check_place, storage_errors, to_json, write_atomically
+from ddp_mnist.system.console import Console, coloured, count
+from ddp_mnist.system.files import check_place, storage_errors, to_json, write_atomically
 from ddp_mnist.task import Classification, options_of
+from ddp_mnist.training import weights
+from ddp_mnist.training.evaluation import evaluate_split, make_eval_loader
+from ddp_mnist.training.faults import count_padding
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
-from ddp_mnist.verify import watch
-from ddp_mnist.verify.watch import Seen, proof_config, weights_of
+from ddp_mnist.verbs.verify import watch
+from ddp_mnist.verbs.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into

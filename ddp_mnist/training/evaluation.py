@@ -23,7 +23,7 @@ from ddp_mnist.cluster.device import without_tf32
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
-from ddp_mnist.run.console import finite, warn
+from ddp_mnist.system.console import finite, warn
 from ddp_mnist.task import Task
 
 CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss

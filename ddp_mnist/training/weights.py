@@ -15,9 +15,10 @@ from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
-from ddp_mnist.run.console import warn
-from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_if_whole
+from ddp_mnist.system.console import warn
+from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.task import Task, task_from
+from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
 
 
 @dataclass(frozen=True)

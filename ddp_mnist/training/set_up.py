@@ -28,17 +28,17 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.ours import is_known
-from ddp_mnist.run import resume, summary, tracking
-from ddp_mnist.run.console import Console
-from ddp_mnist.run.evaluation import check_scores
-from ddp_mnist.run.faults import inject
-from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
-from ddp_mnist.run.profiling import STEPS_BEFORE, profiled
-from ddp_mnist.run.resume import EarlierRun
-from ddp_mnist.run.saved_config import facts, saved_config
-from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.system.console import Console
 from ddp_mnist.system.limits import bound_together
 from ddp_mnist.task import Classification, Task, find_task, make_task, options_of
+from ddp_mnist.training import resume, summary, tracking
+from ddp_mnist.training.evaluation import check_scores
+from ddp_mnist.training.faults import inject
+from ddp_mnist.training.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
+from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
+from ddp_mnist.training.resume import EarlierRun
+from ddp_mnist.training.saved_config import facts, saved_config
+from ddp_mnist.training.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum

@@ -13,7 +13,7 @@ from accelerate.tracking import filter_trackers, get_available_trackers
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.errors import StorageError, UsageError, blame
-from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.training.folder import RunFolder
 
 PROJECT, FOLDER = "ddp_mnist", "tracking"
 

@@ -24,13 +24,13 @@ from ddp_mnist.data.batches import splits
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
-from ddp_mnist.run import evaluation
-from ddp_mnist.run.console import Console, count, named_lines
-from ddp_mnist.run.evaluation import Metrics, number_text, score_texts
-from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.state import State
-from ddp_mnist.run.versions import git_commit, package_versions
+from ddp_mnist.system.console import Console, count, named_lines
 from ddp_mnist.task import Task
+from ddp_mnist.training import evaluation
+from ddp_mnist.training.evaluation import Metrics, number_text, score_texts
+from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.state import State
+from ddp_mnist.training.versions import git_commit, package_versions
 
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.errors import CheckpointError, DivergedError, blame
-from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.task import Task
+from ddp_mnist.training.evaluation import Metrics
 
 Net = TypeVar("Net", bound=nn.Module)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ddp_mnist.errors import CheckpointError, blame, reason
-from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
+from ddp_mnist.system.files import storage_errors, write_atomically
+from ddp_mnist.training.folder import CHECKPOINTS
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 NAME = re.compile(r"step-(\d{8,})\.pt")

@@ -6,7 +6,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.run.versions import code_digest, own_digests, package_versions
+from ddp_mnist.training.versions import code_digest, own_digests, package_versions
 
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
 # wrongly: one of another format is refused. A new flag needs no new format, see resume.py.

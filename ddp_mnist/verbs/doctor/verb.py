@@ -15,13 +15,13 @@ from ddp_mnist.cluster.local_world import backend_among, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.doctor.group_checks import check_group
-from ddp_mnist.doctor.machine_checks import check_machine
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
-from ddp_mnist.run.console import Console, as_json, coloured
-from ddp_mnist.run.summary import narrated_elsewhere
+from ddp_mnist.system.console import Console, as_json, coloured
+from ddp_mnist.training.summary import narrated_elsewhere
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, worst
+from ddp_mnist.verbs.doctor.group_checks import check_group
+from ddp_mnist.verbs.doctor.machine_checks import check_machine
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once

@@ -24,15 +24,15 @@ from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import split
-from ddp_mnist.doctor.collectives import SIZES, all_reduce_ms, collectives
-from ddp_mnist.doctor.machine_checks import check_machine, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
-from ddp_mnist.run.console import count
-from ddp_mnist.run.training_run import TrainingRun
-from ddp_mnist.run.versions import code_digest, package_versions
-from ddp_mnist.run.weights import digest_of
+from ddp_mnist.system.console import count
 from ddp_mnist.task import make_task
+from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.versions import code_digest, package_versions
+from ddp_mnist.training.weights import digest_of
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
+from ddp_mnist.verbs.doctor.collectives import SIZES, all_reduce_ms, collectives
+from ddp_mnist.verbs.doctor.machine_checks import check_machine, product
 from ddp_mnist.verbs.flags import Doctor
 
 NOT_CACHED = "not cached"

@@ -17,20 +17,20 @@ from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
-from ddp_mnist.run import checkpoint
-from ddp_mnist.run.evaluation import number_text
-from ddp_mnist.run.folder import (
+from ddp_mnist.system.files import read_json
+from ddp_mnist.task import options_of
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.evaluation import number_text
+from ddp_mnist.training.folder import (
     CONFIG,
     MODEL,
     STATUS,
     SUMMARY,
     RunFolder,
     name_a_run,
-    read_json,
     without_link,
 )
-from ddp_mnist.run.saved_config import FORMAT
-from ddp_mnist.task import options_of
+from ddp_mnist.training.saved_config import FORMAT
 
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 

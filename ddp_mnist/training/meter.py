@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.run.state import Progress
 from ddp_mnist.task import Task
+from ddp_mnist.training.state import Progress
 
 # Without --checkpoint-every: at least so many steps, and so many seconds of training, between two
 # checkpoints.

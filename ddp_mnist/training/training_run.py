@@ -13,14 +13,14 @@ from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
-from ddp_mnist.run import checkpoint, summary, weights
-from ddp_mnist.run.console import Console, tell_at_once
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
-from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
-from ddp_mnist.run.profiling import NO_PROFILE
-from ddp_mnist.run.saved_config import FORMAT
-from ddp_mnist.run.state import Progress, State, diverged
+from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.task import Task
+from ddp_mnist.training import checkpoint, summary, weights
+from ddp_mnist.training.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
+from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
+from ddp_mnist.training.profiling import NO_PROFILE
+from ddp_mnist.training.saved_config import FORMAT
+from ddp_mnist.training.state import Progress, State, diverged
 
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
-from ddp_mnist.run.folder import storage_errors
+from ddp_mnist.system.files import storage_errors
 
 STEPS_BEFORE = 11  # the first steps are the slowest; in the last of these the profiler warms up
 NO_PROFILE = SimpleNamespace(step=lambda: None)

@@ -1,0 +1,97 @@
+"""Files that are replaced whole, and whose errors name the flag for their place."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist import errors
+from ddp_mnist.errors import StorageError, UsageError, blame, reason
+from ddp_mnist.system.console import as_json, warn_once
+
+LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Return the object as indented JSON; bytes of a path that are not UTF-8 are escaped."""
+    return as_json(content, indent=2) + "\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in the file. Raise OSError, or ValueError unless it holds one."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
+
+
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file; {} if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path)
+    return {}
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old content or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-0.tmp")  # as LEFTOVER finds it
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the new name is on the disk too
+    except OSError as error:
+        if error.errno not in errors.LACKING:
+            raise
+        warn_once(
+            f"this disk cannot flush folders ({reason(error)}): a power cut may lose the last file"
+        )
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError; `flag` names the option for the place."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or path}: cannot be written ({reason(error)});"
+            f" free space or fix permissions, or use another {flag}"
+        ) from error
+
+
+def try_to_write(folder: Path) -> None:
+    """Write a temporary file to the folder. Raise OSError.
+
+    os.access knows nothing of a full disk, and lets root write anywhere.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(4096))
+
+
+def check_place(file: str | None, flag: str, ending: str = "") -> None:
+    """Check the place of a result before minutes are spent on computing it.
+
+    Raise UsageError unless it is a regular file or a new one in an existing folder, StorageError if
+    nothing can be written there.
+    """
+    if file is None:
+        return
+    path = Path(file)
+    folder = path.absolute().parent
+    with blame(f"{flag} {path}", StorageError):
+        fits = folder.is_dir() and (path.is_file() or not path.exists())
+        if not fits or not path.name.endswith(ending):
+            raise UsageError(f"{flag} {path}: must be a {ending or 'file'} in an existing folder")
+        try_to_write(folder)
