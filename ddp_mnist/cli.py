@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
@@ -40,6 +42,10 @@ VERBS = {
     "doctor": "Check this machine, or several that a launcher joins, before training.",
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
 }
+USED_MOST = (  # of train's flags, in the order in which --help shows them
+    *("dataset", "model", "epochs", "batch_size", "lr", "preset", "augment", "mixed_precision"),
+    *("val_size", "seed", "run_dir", "resume", "weights", "target_accuracy", "dry_run"),
+)
 ALONE = ("predict", "report", "export", "verify")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
@@ -99,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if speaks(failed):
             if "--debug" in words:
                 tell("".join(traceback.format_exception(error)).rstrip())
-            tell(errors.one_line(failed))
+            tell(line := errors.one_line(failed))
+            leave_for_the_launcher(line)
         elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
             tell(f"ended      {errors.printable(str(failed))}")
     end_undisturbed()
@@ -125,6 +132,16 @@ def speaks(error: errors.DdpMnistError) -> bool:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
     return True
+
+
+def leave_for_the_launcher(line: str) -> None:
+    """Write the line where torchrun and accelerate launch look for the cause of a failure.
+
+    They end with a traceback of their own and a table, whose last row then is this line.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
 
 
 def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistError:
@@ -211,14 +228,20 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
     """
     parser = Parser(
         prog=f"ddp-mnist {name}",
+        usage="%(prog)s [FLAG ...]" if name == "train" else None,
         description=VERBS.get(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    trains, defaults = Recipe in groups, SHARED.get(name, {})
-    for group, fields in fields_of(*groups, more=defaults).items():
-        section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
-        add_flags(section, fields, defaults)
+    defaults, first = SHARED.get(name, {}), USED_MOST if name == "train" else ()
+    found = fields_of(*groups, more=defaults)
+    every = {field.name: field for fields in found.values() for field in fields}
+    if first:
+        most = parser.add_argument_group("the flags that are used most")
+        add_flags(most, [every[field] for field in first], defaults)
+    for group, fields in found.items():
+        section = parser.add_argument_group(group.__name__, group.__doc__) if first else parser
+        add_flags(section, [field for field in fields if field.name not in first], defaults)
     _, _, parser.epilog = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     words = with_dashes(argv)
@@ -229,7 +252,7 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         if re.match(r"-g[\d,]*$", typed):
             fix = "leave it out, and put CUDA_VISIBLE_DEVICES=0 before the command"
             raise UsageError(f"{typed}: each process takes the GPU of its local rank; {fix}")
-        legal = re.findall(r"--[a-z-]+", parser.format_usage())
+        legal = re.findall(r"--[a-z-]+", parser.format_help())
         hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
         raise UsageError(f"{typed}: unknown flag or argument{hint}")
     return {field: value for field, value in vars(known).items() if field != "debug"}

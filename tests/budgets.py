@@ -44,7 +44,7 @@ OF_A_TASK = "columns name outputs loss predict score better metrics scaled unsca
 OF_ALL_TASKS = "training_loss count answer about"  # which a task of one's own keeps
 # Code lines; those of the top folder are its own modules.
 ROOMS = {
-    ".": 831,
+    ".": 848,
     "cluster": 1_356,
     "config": 585,
     "data": 1_374,
@@ -55,7 +55,7 @@ ROOMS = {
     "verbs/doctor": 516,
     "verbs/verify": 325,
 }
-TESTS = 14_400
+TESTS = 14_420
 
 
 @pytest.mark.parametrize("verb", FLAGS)

@@ -243,7 +243,7 @@ def _save_hit_at(call: int, number: int | None) -> None:
 
     def hit(frame: Any, event: str, function: Any) -> None:
         where = str(frame.f_globals["__name__"])
-        if event != "c_call" or not where.startswith(("ddp_mnist.training.folder", "pathlib")):
+        if event != "c_call" or not where.startswith(("ddp_mnist.system.files", "pathlib")):
             return
         if function.__name__ in FILE_CALLS and next(calls) == call:
             if number is None:

@@ -90,6 +90,20 @@ def test_older_ways(starts: list[str], alone: Path, tmp_path: Path) -> None:
     check_equal(tmp_path / "run", alone, 2)
 
 
+@pytest.mark.parametrize(
+    "launcher", [[*TORCHRUN, *TWO], [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml")]]
+)
+def test_our_line_is_the_last_one_under_a_launcher(launcher: list[str], tmp_path: Path) -> None:
+    """The launcher's own traceback and table follow our error; the table ends with it."""
+    wrong = [*TRAIN, "--dataset", "nowhere"]
+    ended = Started([*launcher, *wrong], tmp_path, HUSH).ended()
+    *_, last, rule = ended.err.splitlines()
+    assert (ended.code, {*rule}) == (1, {"="})
+    assert last.startswith("  traceback : ddp-mnist: error: --dataset nowhere: no such data set")
+    assert last.endswith("(code 2)")
+    assert ended.err.count("no such data set") == 2  # and once at once
+
+
 def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Path) -> None:
     """On three processes, which the 360 images and the batches do not come out even for."""
     [fence] = [fence for fence in PROOFS if "evaluate" in fence.body]

@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path: Path) -> None:
     denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
-    broken = patch("ddp_mnist.training.folder.open", Mock(side_effect=denied), create=True)
+    broken = patch("ddp_mnist.system.files.open", Mock(side_effect=denied), create=True)
     with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
         create(tmp_path)
 

@@ -109,7 +109,7 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     if metrics and found["task"]:
-        raise UsageError(f"--metrics: {run} has a task of its own, {found['task']}; leave it out")
+        raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
     evaluation.check_scores(found["metrics"])
     return found
