@@ -23,7 +23,7 @@ from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
 from ddp_mnist.task import Classification
-from ddp_mnist.training.set_up import check_net, resolve_and_load
+from ddp_mnist.training.set_up import check_net, load_and_resolve, try_before_training
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 from tests.training import resolved
@@ -168,7 +168,9 @@ def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int) ->
         config = TrainConfig(RunFlags("digits"), recipe, Distribution(sync_bn=sync_bn))
         refused = pytest.raises(UsageError, match=r"\[1, 1, 28, 28\]: ValueError: Expected more")
         with contextlib.nullcontext() if sync_bn and processes > 1 else refused:
-            resolve_and_load(config, Mock(store=store), Mock(), None)
+            found, images = load_and_resolve(config, Mock(store=store), Mock(), None)
+            task = Classification(images.classes)
+            try_before_training(found, images, task, Mock(store=store), Mock())
 
 
 def test_sync_bn_needs_a_net_with_batchnorm() -> None:

@@ -21,7 +21,7 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint, resume
 from ddp_mnist.training.folder import STARTING
 from ddp_mnist.training.resume import EarlierRun
-from ddp_mnist.training.set_up import resolve_and_load
+from ddp_mnist.training.set_up import load_and_resolve
 from ddp_mnist.verbs.verify import watch
 from ddp_mnist.verbs.verify.watch import Seen, just_train, resumed
 from tests.chaos import leftovers, what_stays
@@ -210,7 +210,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
     patient = TrainConfig(RunFlags(resume="run"), Recipe(patience=2), typed=frozenset({"patience"}))
     with pytest.raises(UsageError, match="--patience: needs validation images"):
-        resolve_and_load(patient, Mock(), Console(False), found)
+        load_and_resolve(patient, Mock(), Console(False), found)
 
 
 # --- On another number of processes

@@ -65,6 +65,10 @@ class ImageData:
                 rows[split] = there[~is_seen]
         return dataclasses.replace(self, rows=rows, careful=careful, left_out=left_out)
 
+    def with_care(self, sentence: str) -> "ImageData":
+        """Return the data set with one more sentence on what may spoil a result."""
+        return dataclasses.replace(self, careful=[*self.careful, sentence])
+
     def trained_on(self) -> np.ndarray:
         """Return the distinct keys, sorted, of the train images that are not held out."""
         return np.unique(self.keys[self.rows["train"]])

@@ -63,7 +63,10 @@ def set_up_run(
             console.print(found.finished)
             yield None
             return
-        config, images, task = resolve_and_load(config, world, console, found)
+        config, images = load_and_resolve(config, world, console, found)
+        train, device = split(images, "train"), world.accelerator.device
+        task = make_task(config.recipe, images.classes, train, device)
+        images = try_before_training(config, images, task, world, console)
         check_same(world.store, facts(config, world, images))
         if config.run.dry_run:
             console.print(summary.plan(config, world, images, task, None))
@@ -85,12 +88,12 @@ def set_up_run(
 # --- Settings and data
 
 
-def resolve_and_load(
+def load_and_resolve(
     config: TrainConfig, world: World, console: Console, found: EarlierRun | None
-) -> tuple[ResolvedConfig, ImageData, Task]:
-    """Return the flags, with the recipe resolved for this data and world size, the data, the task.
+) -> tuple[ResolvedConfig, ImageData]:
+    """Return the flags and the data set, once the flags are resolved for it and this world size.
 
-    A resumed run keeps its original settings, except those typed on the command line.
+    A flag that was typed counts, else the earlier run's, else what fits these images.
     """
     config = resume.inherit(config, found) if found else config
     config.refuse_contradictions()
@@ -101,39 +104,57 @@ def resolve_and_load(
         images = replace(images, image_format=made)
     if found:
         resume.check_same_images(name, images.digest, found)
-    rows, size = len(images.rows["train"]), world.store.world_size
-    images = images.hold_out(config.recipe.val_size_of(rows))
-    pictures = images.image_format.pictures
-    val_rows = len(images.rows["validation"])
-    recipe = resolve_recipe(config.recipe, rows, size, val_rows, pictures, config.resumes)
-    if config.run.profile and config.run.profile + STEPS_BEFORE > recipe.total_steps:
-        raise UsageError(
-            f"--profile {config.run.profile}: the run has {recipe.total_steps} steps, of which the"
-            f" first {STEPS_BEFORE} are not profiled; raise --epochs, or ask for fewer"
-        )
-    place = config.run.cache_dir and str(cache.cache_folder(config.run.cache_dir).absolute())
-    run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    flags = (run, config.distribution, config.typed, config.resumes)
-    resolved = ResolvedConfig(*flags, recipe=recipe)
-    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
-    seen = found.saved["left_out"] if found else seen_by(recipe.weights)
-    images = images.without(seen, f"--weights {recipe.weights} was trained on some")
+    images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
+    resolved = resolve(config, name, images, world.store.world_size)
+    seen = found.saved["left_out"] if found else seen_by(resolved.recipe.weights)
+    images = images.without(seen, f"--weights {resolved.recipe.weights} was trained on some")
     file = None if named or len(seen) else resolved.initial_weights
     if file and initial_weights.read_weights(file)[1]:  # has the names of classes: a run made it
         lost = f"--weights {file}: without {TRAINED_ON} beside it, this may test on images that it"
-        images = replace(images, careful=[*images.careful, f"{lost} has seen"])
-    device, train = world.accelerator.device, split(images, "train")
-    task = make_task(recipe, images.classes, train, device)
-    if taken := check_net(resolved, images, task, recipe.batch_size // sharers):
+        images = images.with_care(f"{lost} has seen")
+    return resolved, images
+
+
+def resolve(config: TrainConfig, dataset: str, images: ImageData, processes: int) -> ResolvedConfig:
+    """Return the flags with the recipe resolved, and with places that hold in any folder.
+
+    Raises as `resolve_recipe` does, and UsageError if the run has too few steps to profile.
+    """
+    flags, val_rows = config.run, len(images.rows["validation"])
+    rows, pictures = len(images.rows["train"]) + val_rows, images.image_format.pictures
+    recipe = resolve_recipe(config.recipe, rows, processes, val_rows, pictures, config.resumes)
+    if flags.profile and flags.profile + STEPS_BEFORE > recipe.total_steps:
+        raise UsageError(
+            f"--profile {flags.profile}: the run has {recipe.total_steps} steps, of which the"
+            f" first {STEPS_BEFORE} are not profiled; raise --epochs, or ask for fewer"
+        )
+    cache_dir = flags.cache_dir and str(cache.cache_folder(flags.cache_dir).absolute())
+    run = replace(flags, dataset=from_anywhere(dataset), cache_dir=cache_dir)
+    others = config.distribution, config.typed, config.resumes
+    return ResolvedConfig(run, *others, recipe=recipe)
+
+
+def try_before_training(
+    config: ResolvedConfig, images: ImageData, task: Task, world: World, console: Console
+) -> ImageData:
+    """Try net, weights, loss and task on a few images: an error should not wait for the folder.
+
+    Return the data set, with what may spoil a resumed run. Raises as the trials do.
+    """
+    recipe, shape = config.recipe, images.image_format.shape
+    sharers = 1 if config.distribution.sync_bn else world.store.world_size
+    if taken := check_net(config, images, task, recipe.batch_size // recipe.grad_accum // sharers):
         console.print(f"weights    {taken}")
-    if not is_known(recipe.model):
-        make = partial(build_net, recipe.model, task, images.image_format)
-        if lost := trial.check_state(make, recipe.model, images.image_format.shape):
-            images = replace(images, careful=[*images.careful, lost])
     if recipe.loss or recipe.task:
         typed = f"--task {recipe.task}" if recipe.task else f"--loss {recipe.loss}"
-        trial.check_task(task, typed, train.take([*range(min(3, len(train)))])[1].to(device))
-    return resolved, images, task
+        train = split(images, "train")
+        _, targets, _ = train.take([*range(min(3, len(train)))])
+        trial.check_task(task, typed, targets.to(world.accelerator.device))
+    if not is_known(recipe.model):
+        make = partial(build_net, recipe.model, task, images.image_format)
+        if lost := trial.check_state(make, recipe.model, shape):
+            return images.with_care(lost)
+    return images
 
 
 def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "WeightsEnum | None"]:
