@@ -13,7 +13,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.training import summary
+from ddp_mnist.training import lines, plan, result
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.saved_config import facts
 from ddp_mnist.training.versions import code_digest, git_commit, package_versions
@@ -53,14 +53,14 @@ def test_facts_are_what_has_to_be_equal() -> None:
 def test_step_line() -> None:
     line: dict[str, Any] = {"epoch": 1, "loss": 0.51234, "lr": 0.0099}
     line["images_per_second"] = 12345.6
-    shown = summary.step_line(line, 25, 3810, 44.1)
+    shown = lines.step_line(line, 25, 3810, 44.1)
     assert shown == "step   25/3810  loss 0.5123  lr 0.00990  12,346 images/s  00:44 left"
     assert len(shown) <= 70  # beside a bar, in 80 columns
-    shown = summary.step_line(line, 25, 3810, 44.1, "validation")  # a phase, which needs no room
+    shown = lines.step_line(line, 25, 3810, 44.1, "validation")  # a phase, which needs no room
     assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
     line |= {"loss": None, "images_per_second": 0.0}
-    assert summary.step_line(line, 1, 10, None) == "step  1/10  loss not finite  lr 0.00990"
-    assert summary.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
+    assert lines.step_line(line, 1, 10, None) == "step  1/10  loss not finite  lr 0.00990"
+    assert lines.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
@@ -72,7 +72,7 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
         config = TrainConfig.of(typed)
         recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
         groups = (config.run, config.distribution, config.typed, resumes)
-        return summary.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
+        return plan.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
 
     assert said(preset="fast") == (
         "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"
@@ -100,12 +100,12 @@ def of_classes(tests: int = 0, **counts: int) -> Any:
 
 
 def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
-    found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    found = plan.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
         "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
     }
-    seen_alike = summary.by_class(of_classes(**{"a": 4, " a": 31, "a\n": 3, "": 32}))
+    seen_alike = plan.by_class(of_classes(**{"a": 4, " a": 31, "a\n": 3, "": 32}))
     assert seen_alike == {
         "classes": "a: 3, ' a': 30, 'a\\n': 2, '': 31",
         "hint": "few train images of 'a\\n' 2, a 3: below 20 a class is hard to learn; add some",
@@ -113,10 +113,10 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
     more = ", or let rare classes count more by --class-weights balanced"
-    assert summary.by_class(rare)["hint"] == hint + more
-    assert summary.by_class(rare, "balanced")["hint"] == hint
-    assert "hint" not in summary.by_class(of_classes(ladybird=1000, bee=21))
-    many = summary.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
+    assert plan.by_class(rare)["hint"] == hint + more
+    assert plan.by_class(rare, "balanced")["hint"] == hint
+    assert "hint" not in plan.by_class(of_classes(ladybird=1000, bee=21))
+    many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
         "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
@@ -128,10 +128,10 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     """The plan has to say it, as one of each class always stays to train on."""
     few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
     for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
-        assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+        assert plan.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
     images = of_classes(0, fly=13, bee=5)
     images.rows.update(train=np.array([13]), validation=np.arange(17))
-    assert summary.by_class(images)["hint"] == (
+    assert plan.by_class(images)["hint"] == (
         "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
         " give a smaller --val-size"
     )
@@ -140,11 +140,11 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
 def test_epoch_line() -> None:
     means = {"loss": 0.51234, "score": 0.97, "images_per_second": 12345.6}
     decided: Any = SimpleNamespace(score=0.99139, scores={"f1": 0.98761, "recall": None})
-    assert summary.epoch_line(1, 10, means, decided, "accuracy") == (
+    assert lines.epoch_line(1, 10, means, decided, "accuracy") == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
         "  recall undefined"
     )
-    assert summary.epoch_line(0, 1, {**means, "loss": None, "score": None}, None, "accuracy") == (
+    assert lines.epoch_line(0, 1, {**means, "loss": None, "score": None}, None, "accuracy") == (
         "epoch 1/1  loss not finite  12,346 images/s"
     )
 
@@ -155,17 +155,17 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
     outcome |= {"steps": 300, "score_name": "accuracy", "classes": [*"0123456789"]}
     outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
-    monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
+    monkeypatch.setattr(result, "program", lambda: "ddp-mnist")
     folder = RunFolder()
     folder.path = Path("run")
-    assert summary.last_lines(outcome, folder).splitlines() == [
+    assert result.last_lines(outcome, folder).splitlines() == [
         "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
         "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",
         "written to run",
         "see        ddp-mnist report run",
     ]
     scored = {**outcome, "metrics": {"f1": 0.98761, "own:score": 0.5}}
-    assert summary.last_lines(scored, folder).splitlines()[1] == (
+    assert result.last_lines(scored, folder).splitlines()[1] == (
         "and        f1 0.9876, own:score 0.5000"
     )
     for accuracy, images, is_guessed in (
@@ -175,7 +175,7 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         (0.99, [5000, 5000], False),
     ):
         changed = {**outcome, "test_accuracy": accuracy, "images_per_class": {"test": images}}
-        assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
+        assert ("careful    " in result.last_lines(changed, folder)) is is_guessed
 
 
 def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +186,9 @@ def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatc
         (None, str(venv / "python"), ".venv/bin/python -m ddp_mnist"),
         (None, "/py", "/py -m ddp_mnist"),
     ):
-        monkeypatch.setattr(summary.shutil, "which", lambda _, found=found: found)
-        monkeypatch.setattr(summary.sys, "executable", python)
-        assert summary.program() == called
+        monkeypatch.setattr(result.shutil, "which", lambda _, found=found: found)
+        monkeypatch.setattr(result.sys, "executable", python)
+        assert result.program() == called
 
 
 def test_versions_are_those_of_all_packages() -> None:

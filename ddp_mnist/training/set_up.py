@@ -31,7 +31,7 @@ from ddp_mnist.nets.ours import is_known
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.limits import bound_together
 from ddp_mnist.task import Classification, Task, find_task, make_task, options_of
-from ddp_mnist.training import resume, summary, tracking
+from ddp_mnist.training import plan, resume, tracking
 from ddp_mnist.training.evaluation import check_scores
 from ddp_mnist.training.faults import inject
 from ddp_mnist.training.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
@@ -56,7 +56,7 @@ def set_up_run(
     verbose = not config.run.quiet
     with (
         Console(verbose and launch.rank == 0, must_arrive=False) as console,
-        summary.narrated_elsewhere(world, verbose),
+        plan.narrated_elsewhere(world, verbose),
     ):
         found = resume.find(config, world.store)
         if found and found.finished:
@@ -69,12 +69,12 @@ def set_up_run(
         images = try_before_training(config, images, task, world, console)
         check_same(world.store, facts(config, world, images))
         if config.run.dry_run:
-            console.print(summary.plan(config, world, images, task, None))
+            console.print(plan.of_run(config, world, images, task, None))
             yield None
             return
         run = TrainingRun(inject(config, world), world, images, task, stop, folder, console)
         open_folder(run, found)
-        console.print(summary.plan(config, world, images, task, folder.path))
+        console.print(plan.of_run(config, world, images, task, folder.path))
         with (
             tracking.tracked(config, folder, world),
             profiled(world.accelerator, config.run.profile, run.where) as run.profile,
@@ -253,7 +253,7 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
             folder.create(config.run.run_dir, images.name, begin_again)
         return str(folder.path)
 
-    run.where = world.store.broadcast_from_rank0(summary.FOLDER_KEY, open_it)
+    run.where = world.store.broadcast_from_rank0(plan.FOLDER_KEY, open_it)
     folder.write_json(CONFIG, saved_config(config, world, images, run.run_id, run.where))
     seen = [images.trained_on(), seen_by(config.recipe.weights), trained_on(run.where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))

@@ -15,7 +15,7 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.task import Task
-from ddp_mnist.training import checkpoint, summary, weights
+from ddp_mnist.training import checkpoint, lines, result, weights
 from ddp_mnist.training.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.training.profiling import NO_PROFILE
@@ -99,7 +99,7 @@ class TrainingRun:
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(
-                summary.epoch_line(epoch, recipe.epochs, means, validation, self.task.name)
+                lines.epoch_line(epoch, recipe.epochs, means, validation, self.task.name)
             )
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
@@ -112,7 +112,7 @@ class TrainingRun:
     def progress_line(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
         total, step = self.config.recipe.total_steps, self.folder.step
-        return step / total, summary.step_line(self.line, step, total, self.left_s(), phase)
+        return step / total, lines.step_line(self.line, step, total, self.left_s(), phase)
 
     def left_s(self) -> float | None:
         """Return the seconds that the run will still take; None before its first step."""
@@ -170,7 +170,7 @@ class TrainingRun:
         model, image_format = self.config.recipe.model, self.images.image_format
         content = weights.to_bytes(net.net.state_dict(), model, self.task, image_format)
         self.folder.write_bytes(MODEL, content)
-        outcome = summary.summarise(self.config, self.world, self.images, state, test)
+        outcome = result.summarise(self.config, self.world, self.images, state, test)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder))
+        self.console.print(result.last_lines(outcome, self.folder))
         return outcome

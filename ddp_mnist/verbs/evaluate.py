@@ -36,7 +36,7 @@ from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.task import Classification, options_of
 from ddp_mnist.training import evaluation, folder, weights
-from ddp_mnist.training.summary import changed_since
+from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many

@@ -33,7 +33,7 @@ from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, weights
 from ddp_mnist.training.evaluation import MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.training.summary import changed_since
+from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render

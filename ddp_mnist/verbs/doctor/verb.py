@@ -17,7 +17,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.system.console import Console, as_json, coloured
-from ddp_mnist.training.summary import narrated_elsewhere
+from ddp_mnist.training.plan import narrated_elsewhere
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, worst
 from ddp_mnist.verbs.doctor.group_checks import check_group

@@ -1,0 +1,49 @@
+"""The lines of a run while it trains: of a step, and of an epoch."""
+
+from typing import Any
+
+from tqdm import tqdm
+
+from ddp_mnist.training.evaluation import Metrics, number_text, score_texts
+
+
+def step_line(
+    line: dict[str, Any], step: int, total_steps: int, left_s: float | None, phase: str = ""
+) -> str:
+    """Return the line of an optimizer step, in 70 columns; a phase replaces the learning rate.
+
+    `line` is the line for metrics.jsonl, {} before the first step; `left_s` is the time left in
+    seconds, None if unknown.
+    """
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [f"loss {loss_text(line)}"] if line else []
+    parts += [phase or f"lr {line['lr']:.5f}"]
+    if speed := line.get("images_per_second"):
+        parts += [f"{speed:,.0f} images/s"]
+    if left_s is not None:
+        parts += [f"{tqdm.format_interval(left_s)} left"]
+    return "  ".join(parts)
+
+
+def epoch_line(
+    epoch: int,
+    epochs: int,
+    means: dict[str, Any],
+    validation: Metrics | None,
+    score: str,
+) -> str:
+    """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""
+    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
+    parts += [f"{score} {number_text(means['score'])}"] if means["score"] is not None else []
+    parts += [f"{means['images_per_second']:>6,.0f} images/s"]
+    if validation:
+        parts += [
+            f"validation {number_text(validation.score)}",
+            *score_texts(validation.scores),
+        ]
+    return "  ".join(parts)
+
+
+def loss_text(line: dict[str, Any]) -> str:
+    """Return a mean loss as it is printed; it is None if no batch had a finite one."""
+    return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"

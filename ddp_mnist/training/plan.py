@@ -1,0 +1,131 @@
+"""The plan of a run, shown before its first step, and who reports on several machines."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config.flag_fields import flag_fields, typed_flag
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.augment import describe_augmentation
+from ddp_mnist.data.batches import splits
+from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.errors import printable, shown_name
+from ddp_mnist.system.console import Console, count, named_lines
+from ddp_mnist.task import Task
+
+FEW = 20  # images of a class
+WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
+ONE_LINE = 69  # columns next to the name of a line
+FOLDER_KEY = "run folder"  # the broadcast of its path
+
+
+def of_run(
+    config: ResolvedConfig, world: World, images: ImageData, task: Task, folder: Path | None
+) -> str:
+    """Return the resolved run as lines with names, to show before its first step."""
+    recipe, size = config.recipe, world.accelerator.num_processes
+    train_rows, val_rows, test_rows = map(len, splits(images))
+    steps = recipe.steps_per_epoch
+    left_out = train_rows - steps * recipe.batch_size
+    share = recipe.batch_size // size // recipe.grad_accum
+    parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
+    are = "is" if left_out == 1 else "are"
+    rest = f"; {count(left_out, 'image')} {are} left out, others in each epoch" if left_out else ""
+    compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
+    lines = {
+        "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
+        f" {test_rows:,} test images, {about_targets(images, task)}",
+        "source": "; ".join([printable(images.source), *images.image_format.notes]),
+        **(by_class(images, recipe.class_weights) if images.classes else {}),
+        "careful": "; ".join(map(printable, images.careful)),
+        "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
+        f" device {world.device_name}, {count(world.threads, 'thread')} each,"
+        f" precision {world.precision}{compiled}",
+        "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
+        "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
+        "model": f"{recipe.model}, seed {config.run.seed}",
+        "recipe": recipe_line(config, images),
+        "writes": str(folder or "nothing but the cache of images (--dry-run)"),
+    }
+    return "\n".join([*images.warnings, named_lines(lines)])
+
+
+def about_targets(images: ImageData, task: Task) -> str:
+    """Return in words what an image's targets are."""
+    if images.classes:
+        return f"{len(images.classes)} classes"
+    return f"targets {', '.join(map(printable, task.names))}"
+
+
+def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
+    """Return how the images are trained on, for which it was chosen, and the flags that were typed.
+
+    A resumed run keeps its original settings, except these flags.
+    """
+    recipe, classes = config.recipe, len(images.classes)
+    kind, changed = describe_augmentation(images.image_format, recipe.augment)
+    parts = [
+        f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
+        " the steps",
+        changed,
+    ]
+    if recipe.task or recipe.loss:
+        parts.append(f"task {recipe.task}" if recipe.task else f"loss {recipe.loss}")
+    elif smoothing := recipe.label_smoothing:
+        target = (1 - smoothing) * torch.eye(classes)[0] + smoothing / classes
+        least = torch.special.entr(target).sum()
+        parts.append(
+            f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+        )
+    if recipe.class_weights == "balanced":
+        parts.append("rare classes count more")
+    rows = len(images.rows["train"])
+    chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
+    names = [field.name for field in flag_fields(recipe) if field.name in config.typed - {"preset"}]
+    typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
+    return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
+
+
+def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
+    """Return lines of the plan: the train images of each class, which have few and what helps."""
+    labels = images.targets[images.rows["train"]]
+    counts = np.bincount(labels, minlength=len(images.classes)).tolist()
+    each = [*zip(map(shown_name, images.classes), counts, strict=True)]
+    shown = ", ".join(f"{name}: {number:,}" for name, number in each)
+    rarest = sorted(each, key=lambda named: named[1])
+    (rare, least), (common, most) = rarest[0], rarest[-1]
+    if len(shown) > ONE_LINE:
+        shown = f"{least:,} ({rare}) to {most:,} ({common}) train images each"
+    few = [f"{name} {number}" for name, number in rarest if number < FEW]
+    held = {"--val-size": len(images.rows["validation"])}
+    held |= {"--test-size": len(images.rows["test"])} if images.test_share else {}
+    largest = max(held, key=held.__getitem__)
+    fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
+    hint = f"few train images of {first_three(few)}: below {FEW} a class is hard to learn; {fix}"
+    if class_weights == "none" and WEIGHABLE <= least <= most / 2:
+        hint += ", or let rare classes count more by --class-weights balanced"
+    return {"classes": shown} | ({"hint": hint} if few else {})
+
+
+@contextlib.contextmanager
+def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
+    """On each machine except rank 0's, say that it joined, and at the end where the result is."""
+    store = world.store
+    console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
+    host = store.place.main_host
+    console.print(
+        f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
+    )
+    yield
+    folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
+    console.print(f"done       the result is on {host}{folder}")
+
+
+def first_three(parts: list[str]) -> str:
+    """Return three of the parts at most, and how many more there are."""
+    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
+    return ", ".join([*parts[:3], *more])

@@ -1,0 +1,118 @@
+"""The result of a run: summary.json, and the lines that the console ends with."""
+
+import os
+import shutil
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.store import name_of
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.nets.initial_weights import find_named
+from ddp_mnist.system.console import count, named_lines
+from ddp_mnist.training import evaluation
+from ddp_mnist.training.evaluation import Metrics, number_text, score_texts
+from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.state import State
+from ddp_mnist.training.versions import git_commit, package_versions
+
+
+def summarise(
+    config: ResolvedConfig,
+    world: World,
+    images: ImageData,
+    state: State,
+    test: Metrics,
+) -> dict[str, Any]:
+    """Return summary.json: the result, and everything needed to judge it.
+
+    Seconds are wall-clock, summed over the parts of a run that was resumed.
+    """
+    progress, recipe = state.progress, config.recipe
+    images_trained_on = progress.step * recipe.batch_size
+    named = find_named(recipe.model, recipe.weights)
+    device = world.device_name
+    gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
+    return {
+        "outcome": "finished",
+        "stopped_by": progress.stopped_by,
+        "score_name": test.name,
+        f"test_{test.name}": test.score,
+        "test_loss": test.loss,
+        "test_count": test.count,
+        f"val_{test.name}": progress.best_score if state.best_weights else progress.score,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
+        "resumed_from": progress.resumed_from,
+        "global_batch_size": recipe.batch_size,
+        "world_size": world.accelerator.num_processes,
+        "num_machines": world.num_machines,
+        "device": device,
+        "backend": world.backend,
+        "precision": world.precision,
+        "compile": world.compiled_by,
+        "seed": config.run.seed,
+        **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
+        "loss_function": recipe.task or recipe.loss or evaluation.CROSS_ENTROPY,
+        "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
+        "train_seconds": round(progress.train_seconds, 3),
+        "save_seconds": round(progress.save_seconds, 3),
+        "total_seconds": round(time.monotonic() - state.started, 3),
+        "images_per_second": round(images_trained_on / max(progress.train_seconds, 1e-9), 1),
+        "hosts": [name_of(host) for host in world.store.hosts],  # by rank
+        "dataset": images.describe(),
+        "classes": images.classes,
+        "images_per_class": images.per_class() if images.classes else {},
+        "notes": [*images.warnings, *images.careful, *images.image_format.notes],
+        "metrics": test.scores,
+        **test.details,
+        **({"confusion": evaluation.packed(test.details["confusion"])} if images.classes else {}),
+        "machine": hardware.describe() | {"gpu": gpu},
+        "versions": package_versions(),
+        "git": git_commit(),
+    }
+
+
+def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
+    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
+    now, then = images.describe(), summary.get("dataset", {})
+    had = "train {train_rows:,}, test {test_rows:,} images"
+    counts = [had.format(**each) for each in (then, now) if each]
+    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
+    return f"{run}: the images of {dataset} have changed since the run ({what})"
+
+
+def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
+    """Return the result as lines; the first says it all."""
+    name, classes = outcome["score_name"], outcome["classes"]
+    score, images = outcome[f"test_{name}"], outcome["test_count"]
+    wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
+    loss = evaluation.shown_loss(outcome["loss_function"], outcome["test_loss"])
+    of = f"{images:,} images of {outcome['dataset']['name']}"
+    result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
+    lines = {
+        "and": ", ".join(score_texts(outcome["metrics"])),
+        "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
+        f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
+        "written to": str(run.path),
+    }
+    guessed = max(outcome["images_per_class"]["test"]) / images if classes else 0  # largest class
+    if classes and score < guessed + 0.1 * (1 - guessed):
+        fix = "look at its images (report), then try more --epochs or a lower --lr"
+        lines["careful"] = f"that is hardly better than guessing: {fix}"
+    lines["see"] = f"{program()} report {run.path}"
+    return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
+
+
+def program() -> str:
+    """Return the command that starts this program here: `make` activates no environment."""
+    if shutil.which("ddp-mnist"):
+        return "ddp-mnist"
+    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"
