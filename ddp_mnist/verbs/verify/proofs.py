@@ -251,7 +251,7 @@ def count_shards(
         if fault == "padding":
             count_padding(world.accelerator, world.store)
         test = split(images, "test")
-        tried = test.take([*range(max(SHARDS)[0])])[0]
+        tried = test.take([*range(min(len(test), max(SHARDS)[0]))])[0]
         predictions = [task.predict(net(image[None])) for image in tried]
         for count_of_rows, per_process in SHARDS:
             rows = Rows(test.images, test.targets, test.rows[:count_of_rows])
