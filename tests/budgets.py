@@ -44,18 +44,18 @@ OF_A_TASK = "columns name outputs loss predict score better metrics scaled unsca
 OF_ALL_TASKS = "training_loss count answer about"  # which a task of one's own keeps
 # Code lines; those of the top folder are its own modules.
 ROOMS = {
-    ".": 848,
+    ".": 849,
     "cluster": 1_356,
     "config": 585,
-    "data": 1_374,
+    "data": 1_376,
     "nets": 436,
     "system": 225,
-    "training": 1_600,
-    "verbs": 1_028,
+    "training": 1_616,
+    "verbs": 1_037,
     "verbs/doctor": 516,
     "verbs/verify": 325,
 }
-TESTS = 14_420
+TESTS = 14_425
 
 
 @pytest.mark.parametrize("verb", FLAGS)
