@@ -375,8 +375,8 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
         (run / "config.json").write_text(damage)
         assert refusals(again, tmp_path)[0].startswith("--resume run: run holds no run to resume (")
     of_others = {
-        '"format": 1': "run: is of another version of ddp_mnist (format 1, this is 12); resume it",
-        '"rl"': "run: --rl is of another version of ddp_mnist; resume it with that",
+        '"format": 1': "--resume run: is of another version of ddp_mnist (format 1, this is 12)",
+        '"rl"': "--resume run: --rl is of another version of ddp_mnist; resume it with that",
     }
     for (theirs, line), ours in zip(of_others.items(), ('"format": 12', '"lr"'), strict=True):
         (run / "config.json").write_text(good.replace(ours, theirs))

@@ -99,13 +99,15 @@ def read_saved(path: Path) -> dict[str, Any]:
     fix = "resume it with that, or start a new run"
     if saved["format"] != FORMAT:
         version = f"another version of ddp_mnist (format {saved['format']}, this is {FORMAT})"
-        raise CheckpointError(f"{path}: is of {version}; {fix}")
+        raise CheckpointError(f"--resume {path}: is of {version}; {fix}")
     for key, group in GROUPS.items():
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
         defaults = {field.name: field.default for field in flag_fields(group)}
         if unknown := found.keys() - defaults.keys():
             flag = flag_name(min(unknown))
-            raise CheckpointError(f"{path}: {flag} is of another version of ddp_mnist; {fix}")
+            raise CheckpointError(
+                f"--resume {path}: {flag} is of another version of ddp_mnist; {fix}"
+            )
         saved[key] = defaults | found
     return saved
 
