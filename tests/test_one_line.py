@@ -5,7 +5,6 @@ If the words are a library's, the line names the file that holds the whole trace
 
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -123,7 +122,6 @@ def lay(folder: Path) -> None:
 
 def all_of(cases: list[tuple[int, list[str], bool]]) -> list[tuple[int, str]]:
     """Return each command's exit code, and what it prints but for the answers of predict."""
-    tempfile.tempdir = str(Path.cwd())
     found = []
     for number, (_, words, _) in enumerate(cases):
         own = [f"new-{number}" if word == "new" else word for word in words]
@@ -142,5 +140,7 @@ def test_every_failure_is_one_line_with_its_code(tmp_path: Path) -> None:
         assert (found, printed.count("\n")) == (code, 0), typed
         assert printed.startswith("ddp-mnist: error: "), typed
         assert printed.endswith(f" (code {code})"), typed
-        where = re.search(r"; (?:the traceback is in|--debug shows the traceback)", printed)
+        where = re.search(r"; (?:the traceback is in (.+)|--debug shows .+) \(code", printed)
         assert bool(where) == keeps, typed
+        if where and where[1]:
+            assert "Traceback (most recent call last):" in (tmp_path / where[1]).read_text(), typed

@@ -17,7 +17,7 @@ from ddp_mnist.verbs.verify.watch import (
     proof_config,
     weights_of,
 )
-from tests.commands import REPOSITORY, run_here
+from tests.commands import REPOSITORY, python, run_here
 
 OWN = """
 import torch.nn.functional as F
@@ -94,3 +94,10 @@ def test_what_cannot_be_is_one_line(typed: list[str], monkeypatch: Any, capsys: 
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), ended.value.code) == ("", 1, 3 if "/none" in typed else 2)
     assert err.startswith(f"ddp-mnist: error: {' '.join(typed) or '--batch-size'}: ")
+
+
+@pytest.mark.system
+def test_the_two_loops_are_timed_by_the_tool_of_make_bench(tmp_path: Path) -> None:
+    measure = [str(REPOSITORY / "tools" / "bench.py"), "--dataset", "digits", "--repeats", "2"]
+    ratios = re.findall(r" (\d\.\d{3})  \(", python(*measure, folder=tmp_path).succeeds())
+    assert len(ratios) == 2 and all(0.1 < float(ratio) < 9 for ratio in ratios)

@@ -323,7 +323,8 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(PNGS[0])
     (tmp_path / "metadata.csv").write_text("filename,camera\ntrain/ant/00.png,X1\n")
-    assert read(tmp_path).image_format.notes == [
+    assert (found := read(tmp_path)).classes == ["ant", "bee", "cat", "dog"]
+    assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
         "metadata.csv has no columns file_name and label, and was not used",
         "2 of 20 images were left out, as extra/cat/1.png",

@@ -18,8 +18,6 @@ from ddp_mnist.training.state import Progress
 # checkpoints.
 SAVE_STEPS = 100
 SAVE_S = 5.0
-# Keys of metrics.jsonl that are measured: no two runs agree in them.
-MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")
 
 
 class Meter:
