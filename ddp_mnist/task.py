@@ -24,10 +24,8 @@ from ddp_mnist.errors import UsageError
 TASK = "--task"
 # What stands beside the score in files and in the output of evaluate; no two runs agree in the last
 MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")
-TAKEN = (
-    *("loss", "count", "scores", "score_name", "lr", "epoch", "step", "gradient_norm"),
-    *MEASURED,
-)
+OF_THE_RUN = ("loss", "count", "scores", "score_name", "lr", "epoch", "step", "gradient_norm")
+TAKEN = (*OF_THE_RUN, *MEASURED)
 
 
 class Task:
