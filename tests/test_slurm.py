@@ -29,7 +29,8 @@ PATIENCE_S = 280  # for what takes some 10 s on a machine that does nothing else
 RECIPE = str(REPOSITORY / "deploy" / "slurm.sbatch")
 LONG = ["--dataset", "digits", "--model", "slow:Slow", "--mixed-precision", "no", "--epochs", "400"]
 # What takes minutes by default: until a job starts again (cred_expire), until a node is taken for
-# lost (SlurmdTimeout). Nodes have more CPUs than this machine, so that nobody waits for one.
+# lost (SlurmdTimeout). Nodes have more CPUs than this machine, so that nobody waits for one. The
+# node that dies is in a partition of its own: a job that names no nodes could be given it.
 CONF = """
 ClusterName=test
 SlurmctldHost={names[0]}(10.77.0.1)
@@ -52,7 +53,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName={names[0]},{names[1]},{names[2]} NodeAddr=10.77.0.[1-3] CPUs=16
-PartitionName=all Nodes=ALL Default=YES
+PartitionName=stays Nodes={names[0]},{names[1]} Default=YES
+PartitionName=dies Nodes={names[0]},{names[2]}
 """
 
 
@@ -222,7 +224,8 @@ def a_task_that_hangs_ends_the_job(slurm: Slurm, folder: Path) -> None:
 
 
 def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
-    job = slurm.submit(folder, RECIPE, *LONG, "--checkpoint-every", "5", on="02")
+    every = ["--checkpoint-every", "5"]
+    job = slurm.submit(folder, "--partition=dies", RECIPE, *LONG, *every, on="02")
     wait_until(lambda: newest_step(job.run), PATIENCE_S, every_s=1)
     slurm.hosts.cut(2)
     slurm.hosts.kill(2)
