@@ -19,7 +19,7 @@ from ddp_mnist.config import own_code
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.data.batches import Rows
-from ddp_mnist.errors import UsageError
+from ddp_mnist.errors import UsageError, blame
 
 TASK = "--task"
 # What stands beside the score in files and in the output of evaluate; no two runs agree in the last
@@ -168,7 +168,8 @@ def make_task(recipe: Recipe, classes: list[str], train: Rows, device: torch.dev
     if recipe.task:
         std = targets.double().std(0, correction=0).tolist()
         scales = [each or 1.0 for each in std]  # of equal numbers
-        return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
+        with blame(f"{TASK} {recipe.task}", UsageError):
+            return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
     given = recipe.loss, recipe.metrics, recipe.label_smoothing
     return Classification(classes, *given, weights)

@@ -65,7 +65,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, task = run.world.accelerator, run.stop, run.task
     device, image_format = accelerator.device, run.images.image_format
-    accelerator.gradient_accumulation_steps = recipe.grad_accum  # known since the ranks agreed
+    accelerator.gradient_accumulation_steps = recipe.grad_accum  # not known when it was made
 
     # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
     train_rows, val_rows, test_rows = splits(run.images, device)
@@ -78,7 +78,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     # DDP rebuilds its buckets after the first backward pass: now, so that a resumed run sums alike.
-    warm_up_ddp(accelerator, model, train_rows.images[: batches.micro_batch_size])
+    warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader = make_eval_loader(accelerator, val_rows)
     test_loader = make_eval_loader(accelerator, test_rows)
 
@@ -103,7 +103,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
-            if accelerator.sync_gradients:  # still True from the last step: a new one begins
+            if accelerator.sync_gradients:  # left by the batch before, which ended a step
                 seed_forward(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
                 images = augment(images, augmentations[indices])
@@ -113,8 +113,8 @@ def fit(run: TrainingRun) -> dict[str, Any]:
                 loss = task.training_loss(outputs, targets)  # mean over this rank's share
                 accelerator.backward(loss)  # divides by grad_accum; DDP averages the gradients
                 if accelerator.sync_gradients and (log_due or recipe.max_grad_norm):
-                    most = recipe.max_grad_norm or math.inf
-                    meter.gradient_norm = accelerator.clip_grad_norm_(model.parameters(), most)
+                    max_norm = recipe.max_grad_norm or math.inf  # infinite: measured alone
+                    meter.gradient_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # Accelerate skips it, and zero_grad, until the last micro-batch
                 optimizer.zero_grad()
             meter.update(loss, outputs, targets)
@@ -124,12 +124,12 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
-            save_due = meter.is_save_due(flags.checkpoint_every)  # by a clock that all ranks share
+            save_due = meter.is_save_due(flags.checkpoint_every)  # else every few seconds
             if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals
             run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
-            stop.save_and_exit_if(stop_requests, accelerator.is_main_process)  # raises Preempted
+            stop.save_and_raise_if(stop_requests, accelerator.is_main_process)  # Preempted
             if save_due:
                 run.save(state)
                 meter.note_save()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.nets.ours import MODELS, Normalised, with_test_time_augmentation
+from ddp_mnist.nets.ours import MODELS
+from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.task import Classification
 from ddp_mnist.training import weights
 from ddp_mnist.verbs import export
@@ -188,7 +189,7 @@ def test_a_format_that_fails_is_named_and_the_others_are_written(
     """A net that is random fails in every format, and nothing is written."""
     out, failed = (
         tmp_path / "out",
-        r"ddp-mnist: error: {}: gives logits \S+ from the .* \(code 1\)\n",
+        r"ddp-mnist: error: {}: gives outputs \S+ from the .* \(code 1\)\n",
     )
     export_it = ("export", run, "--format", "safetensors,onnx", "--out", out)
     assert typed(*export_it).code == 0

@@ -56,11 +56,11 @@ ON = r", on outputs \[3, 5\] and targets \[3\]: "
 WRONG = {
     "no_module:focal": ": ModuleNotFoundError: No module named 'no_module'; correct it, or name",
     "my_loss:vocal": ": AttributeError: .* no attribute 'vocal'$",
-    "my_loss:mean": rf"{ON}gives the loss [0-9.]+; give .* of each image, not their mean",
-    "torch.nn.functional:cross_entropy": rf"{ON}gives the loss [0-9.]+; give the float loss",
-    "my_loss:column": rf"{ON}gives the loss \[\[.* of each image",
-    "my_loss:whole": rf"{ON}gives the loss \[0, 1, 2\]; give the float loss of each image",
-    "my_loss:number": rf"{ON}gives the loss [0-9.]+; .* of each image",
+    "my_loss:mean": rf"{ON}gives a loss of shape \[\], .*; give .*, not their mean",
+    "torch.nn.functional:cross_entropy": rf"{ON}gives a loss of shape \[\], .*; give the",
+    "my_loss:column": rf"{ON}gives a loss of shape \[3, 1\], .* of each image, \[3\]",
+    "my_loss:whole": rf"{ON}gives a loss of shape \[3\], torch.int64; give the float loss",
+    "my_loss:number": rf"{ON}gives a loss of shape \[\], .* of each image",
     "my_loss:detached": f"{ON}RuntimeError: .*require grad",
     "my_loss:fails": f"{ON}IndexError: index 99",
 }

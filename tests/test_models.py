@@ -11,15 +11,8 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import NETS
 from ddp_mnist.data.image_format import DIGITS, ImageFormat
 from ddp_mnist.nets.build import build_net
-from ddp_mnist.nets.ours import (
-    CNN,
-    MODELS,
-    VERSION,
-    Normalised,
-    shifted,
-    three_by_three,
-    with_test_time_augmentation,
-)
+from ddp_mnist.nets.ours import CNN, MODELS, VERSION, three_by_three
+from ddp_mnist.nets.wrappers import Normalised, shifted, with_test_time_augmentation
 from ddp_mnist.task import Classification, Task
 from tests.data_sets import COLOUR, GREY, images
 

@@ -26,7 +26,8 @@ from tqdm.utils import disp_len
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
-from ddp_mnist.nets.ours import CNN, Normalised
+from ddp_mnist.nets.ours import CNN
+from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.task import Classification
 from ddp_mnist.training import weights
 from ddp_mnist.verbs import predict as verb

@@ -33,9 +33,9 @@ def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
 ) -> None:
     stop = StopSignals()
     stop.save = save = Mock(return_value="stopped after step 5 and saved")
-    stop.save_and_exit_if([0.0] * 4, is_main_process)  # no signal came
+    stop.save_and_raise_if([0.0] * 4, is_main_process)  # no signal came
     with pytest.raises(Preempted if is_main_process else FailedElsewhere) as raised:
-        stop.save_and_exit_if(requests, is_main_process)
+        stop.save_and_raise_if(requests, is_main_process)
     assert (raised.value.code, raised.value.agreed) == (code, is_main_process)
     assert str(raised.value) == f"{name}: stopped after step 5 and saved"
     save.assert_called_once_with()
@@ -44,10 +44,10 @@ def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
 def test_what_cannot_be_saved_is_the_error_instead() -> None:
     stop = StopSignals()
     with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
-        stop.save_and_exit_if([1, 0, 0, 0], True)  # before there is anything to save
+        stop.save_and_raise_if([1, 0, 0, 0], True)  # before there is anything to save
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
-        stop.save_and_exit_if([1, 0, 0, 0], True)
+        stop.save_and_raise_if([1, 0, 0, 0], True)
 
 
 def test_ask_adds_up_the_requests_of_all_ranks() -> None:

@@ -76,6 +76,14 @@ class Short(Spot):
     def predict(self, outputs):
         return outputs[:, :1]
 
+class Flat(Spot):
+    def predict(self, outputs):
+        return outputs[:, 0]
+
+class Init(Spot):
+    def __init__(self):
+        pass
+
 class Again(Spot):
     def metrics(self, predictions, targets):
         return {"loss": 1.0}
@@ -170,8 +178,10 @@ REFUSED = {
     "--task my_task:Bare": "--task my_task:Bare: needs columns, a tuple of",
     "--task my_task:Word": "--task my_task:Word: needs columns, a tuple of",
     "--task os.path:join": "--task os.path:join: must be a class derived from",
-    "--task my_task:Mean": f"--task my_task:Mean, {ON}: gives the loss ",
-    "--task my_task:Total": f"--task my_task:Total, {ON}: gives the score ",
+    "--task my_task:Init": "--task my_task:Init: TypeError: Init.__init__() takes 1 positional",
+    "--task my_task:Flat": f"--task my_task:Flat, {ON}: predict gives [3], must be [3, 2]",
+    "--task my_task:Mean": f"--task my_task:Mean, {ON}: gives a loss of shape []",
+    "--task my_task:Total": f"--task my_task:Total, {ON}: gives a score of shape []",
     "--task my_task:Spot --loss my_task:f": "--loss my_task:f: has no part in --task my_task:Spot;",
     "--task my_task:Spot --metrics f1": "--metrics f1: has no part in --task my_task:Spot; leave",
     "--task my_task:Spot --dataset digits": "--dataset digits: has classes, and no x, y",

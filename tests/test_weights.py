@@ -10,7 +10,8 @@ from safetensors import safe_open
 
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.nets.ours import MODELS, VERSION, Normalised, with_test_time_augmentation
+from ddp_mnist.nets.ours import MODELS, VERSION
+from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.task import Classification
 from ddp_mnist.training import weights
 

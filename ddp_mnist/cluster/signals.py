@@ -63,16 +63,16 @@ class StopSignals:
             self.answer()
 
     def ask(self, accelerator: "Accelerator") -> None:
-        """Sum all ranks' requests, then `save_and_exit_if`.
+        """Sum all ranks' requests, then `save_and_raise_if`.
 
         A collective: every rank must call it.
         """
         import torch  # takes seconds, and signals are heard before that
 
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
-        self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
+        self.save_and_raise_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
-    def save_and_exit_if(self, requests: Sequence[float], is_main_process: bool) -> None:
+    def save_and_raise_if(self, requests: Sequence[float], is_main_process: bool) -> None:
         """Save and end the run if the sums over all ranks of their `requests` show a signal.
 
         Raise Preempted on the main process, FailedElsewhere with the same code on the others.

@@ -1,4 +1,4 @@
-"""How to read images. Imports no library, for --help."""
+"""How to read images, made from flags by `ImageOptions.of`. Imports no library, for --help."""
 
 import re
 from collections.abc import Mapping

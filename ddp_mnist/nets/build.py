@@ -10,7 +10,8 @@ from ddp_mnist.config import own_code
 from ddp_mnist.data.image_format import ImageFormat, Shape
 from ddp_mnist.errors import UsageError, blame, did_you_mean
 from ddp_mnist.nets.initial_weights import FROM_TENSORFLOW, load_weights
-from ddp_mnist.nets.ours import MODELS, GreyAsColour, Normalised, is_known
+from ddp_mnist.nets.ours import MODELS, is_known
+from ddp_mnist.nets.wrappers import GreyAsColour, Normalised
 from ddp_mnist.task import Task
 
 Factory = Callable[[int, Shape], nn.Module]

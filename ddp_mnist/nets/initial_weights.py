@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.nets.ours import GreyAsColour
+from ddp_mnist.nets.wrappers import GreyAsColour
 from ddp_mnist.system.locks import take
 from ddp_mnist.task import Task
 

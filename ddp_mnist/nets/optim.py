@@ -87,4 +87,4 @@ def make_optimizer(
     # Fused is the fastest. But with a loss scaler, a fused optimizer itself skips a step that
     # overflowed, and the step would count as taken; None lets torch choose the next fastest.
     fused = None if scaler else True
-    return OPTIMIZERS[recipe.optimizer](groups, lr=recipe.lr, fused=fused)
+    return OPTIMIZERS[recipe.optimizer](groups, lr=recipe.lr, fused=fused)  # all take `fused`

@@ -1,53 +1,21 @@
 """Our nets: each is made for a number of classes and a shape, and returns logits [B, classes].
 
-A net takes normalised images [B, C, H, W] in the dtype of its weights. `build_net` puts it behind
-`Normalised`, which takes the pixels themselves. No net knows a rank, a device or a flag.
+A net takes normalised images [B, C, H, W] in the dtype of its weights; wrappers.py has what takes
+the pixels themselves. No net knows a rank, a device or a flag.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_mnist.data.image_format import ImageFormat, Shape
-from ddp_mnist.task import Classification, Task
+from ddp_mnist.data.image_format import Shape
 
 # Raise it when a net's results change for the same weights; older files are then refused.
 VERSION = 4
 MNIST: Shape = (1, 28, 28)
-
-
-class Normalised(nn.Module):
-    """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
-
-    They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
-    same pixels. Mean and deviation are not buffers: DDP would broadcast those in each step.
-    """
-
-    def __init__(self, net: nn.Module, image_format: ImageFormat) -> None:
-        super().__init__()
-        self.net = net
-        self.mean, self.std = image_format.mean, image_format.std  # per channel, as shares of 255
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = images.to(next(self.net.parameters()).dtype)
-        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
-            x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
-        return self.net(x)
-
-
-class GreyAsColour(nn.Module):
-    """A net for colour images that is given grey ones, as three equal channels."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.expand(-1, 3, -1, -1))
 
 
 def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.Sequential:
@@ -102,7 +70,7 @@ class CNN(nn.Module):
 class CNNDeep(nn.Module):
     """Like CNN with two convolutions before each pooling: 130,378 parameters for ten classes.
 
-    Four times the arithmetic. At test time it sees nine views of an image, see ShiftedViews.
+    Four times the arithmetic. At test time it sees nine views of an image, see `ShiftedViews`.
     """
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
@@ -159,36 +127,3 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
 def is_known(name: str) -> bool:
     """Return whether the net is built in or torchvision's, not the user's own."""
     return name in MODELS or name.startswith("torchvision:")
-
-
-# --- At test time
-
-
-def with_test_time_augmentation(net: nn.Module, name: str, task: Task) -> nn.Module:
-    """Return the net `name` as it is evaluated and used: cnn_deep gets several views of a class.
-
-    Numbers may change with a view.
-    """
-    return ShiftedViews(net) if name == "cnn_deep" and isinstance(task, Classification) else net
-
-
-class ShiftedViews(nn.Module):
-    """The mean of a net's logits over nine views of an image, each moved by up to a pixel.
-
-    This test-time augmentation fixes one error in ten, and does not slow down training.
-    """
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([self.net(view) for view in shifted(images)]).mean(0)
-
-
-def shifted(images: Tensor) -> list[Tensor]:
-    """Return [B, C, H, W] moved by -1, 0 and 1 pixel in both directions; zeros move in."""
-    height, width = images.shape[2:]
-    padded = F.pad(images, (1, 1, 1, 1))
-    rows = [padded[:, :, top : top + height] for top in range(3)]
-    return [view[..., left : left + width] for view in rows for left in range(3)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ddp_mnist.data.image_format import Shape
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.nets.ours import Normalised
+from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.task import Classification, Task
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
@@ -73,6 +73,7 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
     """
 
     def of_each(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the loss and the score of each image, from the same random numbers each time."""
         seed_forward(targets.device, "trial")
         score = task.score(task.predict(outputs.detach()), targets)
         found = {"loss": task.loss(outputs, targets), "score": score}
@@ -84,12 +85,16 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
         outputs = outputs.view(count, task.outputs).requires_grad_()
         on = f"{typed}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
         with blame(on, UsageError):
+            given = list(task.predict(outputs.detach()).shape)
+            if given != list(some.shape):
+                raise UsageError(f"{on}: predict gives {given}, must be {list(some.shape)}")
             found, again = of_each(outputs, some), of_each(outputs, some)
             for name, each in found.items():
                 if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
                     raise UsageError(
-                        f"{on}: gives the {name} {each.tolist()}; give the float {name} of each"
-                        " image, not their mean: e.g. reduction='none'"
+                        f"{on}: gives a {name} of shape {list(each.shape)}, {each.dtype}; give the"
+                        f" float {name} of each image, [{count}], not their mean: e.g. by"
+                        " reduction='none', then .mean(1)"
                     )
             found["loss"].sum().backward()
             if not is_close(again["loss"], found["loss"]):
@@ -99,11 +104,7 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
                 )
             if isinstance(task, Classification):
                 continue
-            predictions = task.predict(outputs.detach())
-            if predictions.shape != some.shape:
-                given, must = list(predictions.shape), list(some.shape)
-                raise UsageError(f"{on}: predict gives {given}, must be {must}")
-            task.count(predictions.cpu(), some.cpu())
+            task.count(task.predict(outputs.detach()).cpu(), some.cpu())
             alone = [of_each(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
             for name, each in found.items():
                 if not is_close(torch.cat([row[name] for row in alone]), each):

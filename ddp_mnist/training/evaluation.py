@@ -143,7 +143,7 @@ def evaluate_split(
 
     Return the same Metrics on every rank. Raise RuntimeError unless every row was counted exactly
     once. With `stop`, all ranks check after each batch whether any of them got a stop signal, and
-    raise as `StopSignals.save_and_exit_if` does.
+    raise as `StopSignals.save_and_raise_if` does.
     """
     was_training = model.training
     model.eval()

@@ -12,7 +12,7 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
+from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.task import Task
 from ddp_mnist.training import checkpoint, lines, result, weights
@@ -29,7 +29,8 @@ EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jso
 class TrainingRun:
     """What `fit` needs to train one run. By default it writes and prints nothing."""
 
-    config: ResolvedConfig  # with the values that the data and the number of processes decide
+    # With the values that the data and the number of processes decide; --inject changes some.
+    config: ResolvedConfig
     world: World  # all processes
     images: ImageData
     task: Task  # what is learned from them

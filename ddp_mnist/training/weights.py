@@ -14,7 +14,8 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.initial_weights import METADATA_KEY
-from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
+from ddp_mnist.nets.ours import VERSION, is_known
+from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.task import Task, task_from

@@ -3,9 +3,9 @@
     ddp-mnist export runs/latest                    # RUN/export/: safetensors and a card
     ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
-Every file takes uint8 images [B, C, H, W] with any B, and returns logits [B, classes]: the model
-normalises the pixels itself. The card describes the images, as do model.onnx's metadata. Nothing is
-written before all formats are checked, and never a file whose outputs differ.
+Every file takes uint8 images [B, C, H, W] with any B, and returns the net's outputs, as its logits:
+the model normalises the pixels itself. The card describes the images, as do model.onnx's metadata.
+Nothing is written before all formats are checked, and never a file whose outputs differ.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from ddp_mnist.verbs.render import render
 CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
 LEAVE_OUT = "leave that format out; onnx needs pip install 'ddp-mnist[onnx]'"
-LIMIT = 1e-4  # share of the largest logit, or of 1: other libraries sum in another order
+LIMIT = 1e-4  # share of the largest output, or of 1: other libraries sum in another order
 ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
-Outputs = Callable[[Tensor], Tensor]  # of images, logits
+Outputs = Callable[[Tensor], Tensor]  # of images
 
 
 def run(flags: Export) -> None:
@@ -57,10 +57,10 @@ def run(flags: Export) -> None:
         if apart <= limit:
             contents[file] = content
             console.print(
-                f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
+                f"{file}: outputs for {CHECKED_IMAGES} images within {apart:.0e} of the model's"
             )
         else:
-            failed.append(f"{file}: gives logits {apart:.1e} from the model's, above {limit:.1e}")
+            failed.append(f"{file}: gives outputs {apart:.1e} from the model's, above {limit:.1e}")
     if contents:
         write_folder(out, contents, trained, flags, console)
         console.print(f"written to {out}")
@@ -102,7 +102,7 @@ def refuse_other_files(out: Path) -> None:
 
 
 def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float]:
-    """Compare the logits of images of noise, all at once and one alone, with the model's.
+    """Compare the outputs for images of noise, all at once and one alone, with the model's.
 
     Return the largest difference, and its limit.
     """

@@ -30,7 +30,7 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
-from ddp_mnist.nets.ours import Normalised
+from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.task import MEASURED
 from ddp_mnist.training.folder import METRICS, MODEL, RunFolder
 from ddp_mnist.training.set_up import set_up_run
