@@ -35,6 +35,7 @@ README_WORDS = 1300
 FOLDERS = ("ddp_mnist", "docs", "tests", "tools", "deploy", "accelerate_configs", ".github")
 COURSE = REPOSITORY / "docs" / "course"
 COURSE_LINES = 400
+COURSE_PROGRAMS = "docs/course/"  # their comments are translated in Chinese pages
 COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]
 EXIT_CODES = 11
 # Turns of phrase that tire a reader of the package, and what to write instead.
@@ -134,7 +135,11 @@ def fences(page: Page) -> Iterator[str]:
                 yield f"{where}: bash cannot parse it; correct it"
         if language == "python" and mark:
             file = REPOSITORY / mark
-            if not file.is_file() or token.content not in file.read_text("utf-8"):
+            text = file.read_text("utf-8") if file.is_file() else ""
+            translated = page.is_chinese and mark.startswith(COURSE_PROGRAMS)
+            if token.content not in text and not (
+                translated and without_comments(token.content) == without_comments(text)
+            ):
                 yield f"{where}: {mark} does not have these lines; quote it as it is now"
 
 
@@ -251,14 +256,19 @@ def found_in(pattern: str) -> Callable[[Page], list[str]]:
 def code_of(fence: Token) -> str:
     """Return a program without its comments, which are in the page's language, as its tokens.
 
-    Its first line stays, which names its file; so does all of a quote from a file of ours.
+    Its first line stays, which names its file; so does all of a quote from a file of ours, but for
+    the course's programs.
     """
-    if len(fence.info.split()) > 1:
+    _, file, *_ = [*fence.info.split(), ""]
+    if file and not file.startswith(COURSE_PROGRAMS):
         return fence.content
-    name, _, _ = fence.content.partition("\n")
-    found = tokenize.generate_tokens(io.StringIO(fence.content).readline)
+    return f"{file or fence.content.splitlines()[0]} {without_comments(fence.content)}"
+
+
+def without_comments(program: str) -> str:
+    found = tokenize.generate_tokens(io.StringIO(program).readline)
     no_code = {tokenize.COMMENT, tokenize.NL}
-    return " ".join([name, *(token.string for token in found if token.type not in no_code)])
+    return " ".join(token.string for token in found if token.type not in no_code)
 
 
 SAME: dict[str, Callable[[Page], list[str]]] = {
