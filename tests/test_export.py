@@ -31,7 +31,7 @@ from tests.data_sets import GREY
 
 COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 KINDS = ["ladybird", "寺", 'a "moth"', *map(str, range(7))]
-PAGE = Path("docs/your-data-your-model.md")
+PAGE = Path("docs/your-photos.md")
 
 
 @pytest.fixture(scope="module")
