@@ -177,8 +177,6 @@ def run_verb(argv: list[str]) -> int | None:
     while rank := re.match(r"--local[-_]rank(=| )\d+( |$)", " ".join(argv[:2])):
         argv = argv[1 if rank[1] == "=" else 2 :]
     name, *rest = argv or ["--help"]
-    if sys.platform == "win32" and name in VERBS:  # it lacks SIGUSR1, fcntl and more
-        raise UsageError(f"{name}: does not run on Windows; use WSL 2 (wsl --install)")
     if function := {"train": train, "multinode": multinode}.get(name):
         return function(rest)
     size = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -161,11 +161,6 @@ def shown_name(name: str) -> str:
 def joined(names: Iterable[str], columns: int) -> str:
     """Return the names with commas between them, cut to so many columns by a final `...`."""
     return textwrap.shorten(", ".join(names), columns, placeholder=" ...")
-
-
-def first_of(names: Sequence[str], most: int) -> list[str]:
-    """Return at most so many of the names, and then `...` if there are more."""
-    return [*names[:most], "..."] if len(names) > most else [*names]
 
 
 def reason(error: BaseException) -> str:

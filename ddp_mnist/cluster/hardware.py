@@ -9,8 +9,7 @@ from pathlib import Path
 
 IMPORTED_BY = os.getpid()
 DEVICES = Path("/dev")
-WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # exists if NVIDIA's driver is on the Windows side
-HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 
 
@@ -42,10 +41,8 @@ def gpus() -> int:
 
 
 def gpus_shown() -> int:
-    """Return how many GPUs of NVIDIA, or else of AMD, the system lists, whatever torch sees."""
-    nvidia = len(list(DEVICES.glob("nvidia[0-9]*")))
-    in_wsl = (DEVICES / "dxg").exists() and WSL_CUDA.exists()
-    return nvidia or int(in_wsl or (DEVICES / "kfd").exists())
+    """Return how many GPUs of NVIDIA the system lists, whatever torch sees."""
+    return len(list(DEVICES.glob("nvidia[0-9]*")))
 
 
 def unused_gpus() -> str:
@@ -55,10 +52,9 @@ def unused_gpus() -> str:
     """
     import torch
 
-    if not gpus_shown() or any(name in os.environ for name in HIDE_GPUS) or gpus():
+    if not gpus_shown() or HIDE_GPUS in os.environ or gpus():
         return ""
-    cuda, rocm = torch.version.cuda, torch.version.hip
-    built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPUs only"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
     return f"{gpus_shown()} in /dev, but torch (built for {built}) sees none"
 
 
@@ -79,7 +75,7 @@ def hide_gpus() -> None:
 
     Otherwise an optimizer's step on the CPU would open a GPU, which may be broken or in use.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[HIDE_GPUS] = ""
 
 
 def is_forked() -> bool:

@@ -43,11 +43,6 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def own_addresses() -> set[str]:
-    """Return the addresses of this machine's interfaces, without loopback."""
-    return {address for _, address in _interfaces() if not is_loopback(address)}
-
-
 def addresses_of(host: str) -> list[str]:
     """Return the addresses of `host`, sorted. Raise OSError or UnicodeError if it has none."""
     found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -71,15 +66,6 @@ def interfaces_up() -> dict[str, str]:
     found = reversed(_interfaces())
     # eth0:vip is a label of eth0
     return {n: a for n, a in found if n.partition(":")[0] in up and not is_loopback(a)}
-
-
-def is_own(host: str) -> bool:
-    """Return whether an address of `host` is one of this machine's; True if it has none at all."""
-    try:
-        addresses = addresses_of(host)
-    except (OSError, UnicodeError):
-        return True
-    return any(map(is_loopback, addresses)) or not own_addresses().isdisjoint(addresses)
 
 
 def why_port_is_taken(port: int) -> str:

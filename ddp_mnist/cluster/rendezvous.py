@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.heartbeat import Heartbeat
-from ddp_mnist.cluster.interfaces import address_towards, is_own
+from ddp_mnist.cluster.interfaces import address_towards
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.main_port import BY_LAUNCHER, open_store
 from ddp_mnist.cluster.store import Place, Store, arrived_key, host_id, listed, name_of, point_key
@@ -202,9 +202,7 @@ class Meeting:
             return
         came = f"{store.world_size - len(missing)} of {store.world_size} {plural} came"
         lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
-        foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
-        note = ", which is not an address of this machine" if foreign else ""
-        fix = self._fix(f"start them, or check that they use this address{note}")
+        fix = self._fix("start them, or check that they use this address")
         raise PeerError(f"{self.where}: {came} within {self.timeout_s:g} s{lost}; {fix}")
 
     def _refuse_second(self) -> None:

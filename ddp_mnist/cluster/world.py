@@ -7,14 +7,12 @@ group.
 import contextlib
 import functools
 import gc
-import inspect
 import os
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 
 import accelerate.optimizer
 import torch
@@ -149,7 +147,7 @@ def accelerate_as_found() -> Iterator[None]:
     or an earlier call would decide them for this run, or refuse another precision.
     """
     found = [dict(state._shared_state) for state in SHARED_STATES]
-    names = dict(vars(accelerate.optimizer))  # `make_accelerator` replaces two
+    names = dict(vars(accelerate.optimizer))  # `make_accelerator` replaces one
     for state in SHARED_STATES:
         state._shared_state.clear()
     try:
@@ -184,11 +182,6 @@ def make_accelerator(flags: Distribution, computing: Computing) -> Accelerator:
     # Its optimizer looks for a package on disk twice in each step: half a millisecond, and more if
     # all ranks of a cluster search a network disk at once. Once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
-    # It also inspects the signature of zero_grad in each step, as slow as a GPU's kernels.
-    signature = functools.cache(inspect.signature)
-    accelerate.optimizer.inspect = SimpleNamespace(
-        signature=lambda method: signature(getattr(method, "__func__", method))
-    )
     return Accelerator(
         cpu=computing.device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,

@@ -47,11 +47,6 @@ def wrong_on_purpose(fault: str | None) -> list[str]:
 def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
     """Raise UsageError if the fault could not happen in a run of this size."""
     fault = FAULTS[name]
-    if processes < fault.processes:
-        raise UsageError(
-            f"--inject {name}: one process cannot make this mistake; start several, e.g. by"
-            " torchrun --nproc-per-node 2 -m ddp_mnist train"
-        )
-    if epochs < fault.epochs or steps < fault.steps:
-        needed = f"{fault.epochs} epochs" if fault.epochs > 1 else f"{fault.steps} steps"
-        raise UsageError(f"--inject {name}: needs {needed} or more; raise --epochs")
+    if processes < fault.processes or epochs < fault.epochs or steps < fault.steps:
+        least = f"processes {fault.processes}, epochs {fault.epochs}, steps {fault.steps}"
+        raise UsageError(f"--inject {name}: in so small a run it changes nothing; least: {least}")

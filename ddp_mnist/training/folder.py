@@ -75,12 +75,6 @@ class RunFolder:
         """
         with storage_errors(Path(run_dir or RUNS)):
             path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
-            latest = RUNS / LATEST
-            if path.absolute() == latest.absolute():
-                raise UsageError(
-                    f"--run-dir {run_dir}: is reserved for the link to the newest run; name another"
-                    " folder, or leave it out"
-                )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
@@ -94,15 +88,9 @@ class RunFolder:
         if not free:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
-        try:
-            self.begin()
-        except StorageError:
-            self.release()
-            if run_dir is None:
-                path.rmdir()  # it was made just now
-            raise
+        self.begin()
         if path.parent == RUNS:
-            _link(latest, path)
+            _link(RUNS / LATEST, path)
 
     def open(self, path: Path) -> None:
         """Lock the folder of a run, and remove files that a killed process left half-written.
@@ -117,9 +105,6 @@ class RunFolder:
                     f"{path}: another run is writing there ({error}); wait until it has ended, or"
                     " name another --run-dir"
                 ) from None
-            except OSError as error:  # also on a disk that grants no locks
-                fix = "make it writable, or use a --run-dir on another disk"
-                raise errors.blamed(str(path / LOCK), StorageError, error, fix) from error
             for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
                 if leftover.is_file():
                     leftover.unlink()
@@ -195,16 +180,14 @@ class RunFolder:
 
 def _link(latest: Path, path: Path) -> None:
     """Make `latest` a link to this run, or warn that it was left as it is."""
-    if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
-        warn(f"{latest}: is not a link, so it was left alone; move it away to get a link to {path}")
-        return
     link = latest.with_name(f".{LATEST}-{path.name}")
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         os.replace(link, latest)
-    except OSError as error:  # not every disk has links
+    except OSError as error:  # a disk without links, or a folder there, as `scp -r` leaves it
         warn(f"{latest}: cannot be made a link to {path} ({reason(error)})")
+        link.unlink(missing_ok=True)
 
 
 def reserve(dataset: str) -> Path:

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.cluster.store import Store
+from ddp_mnist.config import own_code
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
-from ddp_mnist.data import cache
-from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.system.files import read_json
-from ddp_mnist.task import options_of
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.evaluation import number_text
 from ddp_mnist.training.folder import (
@@ -76,10 +74,6 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
                 refuse_another(name, value, found.flags[name], path)
         if state != "finished" or wants_more(now.recipe, found.flags):
             return asdict(found)
-        if from_anywhere(now.run.dataset) != found.flags["dataset"]:  # it may have moved
-            options = options_of(vars(now.run) | vars(now.recipe))
-            images = cache.load(now.run.dataset, now.run.cache_dir, options)
-            check_same_images(now.run.dataset, images.digest, found)
         return asdict(found) | {"finished": has_finished(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
@@ -96,19 +90,15 @@ def read_saved(path: Path) -> dict[str, Any]:
     is of another format, or has a flag that is unknown here.
     """
     saved = read_json(path / CONFIG)
-    fix = "resume it with that, or start a new run"
-    if saved["format"] != FORMAT:
-        version = f"another version of ddp_mnist (format {saved['format']}, this is {FORMAT})"
-        raise CheckpointError(f"--resume {path}: is of {version}; {fix}")
+    other = "" if saved["format"] == FORMAT else f"format {saved['format']}"
     for key, group in GROUPS.items():
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
         defaults = {field.name: field.default for field in flag_fields(group)}
-        if unknown := found.keys() - defaults.keys():
-            flag = flag_name(min(unknown))
-            raise CheckpointError(
-                f"--resume {path}: {flag} is of another version of ddp_mnist; {fix}"
-            )
+        other = other or ", ".join(map(flag_name, sorted(found.keys() - defaults.keys())))
         saved[key] = defaults | found
+    if other:
+        what = f"is of another version of ddp_mnist ({other})"
+        raise CheckpointError(f"--resume {path}: {what}; resume it with that, or start a new run")
     return saved
 
 
@@ -164,10 +154,9 @@ def load_latest(
     if not is_own:
         fault = "belongs to another run, or to another step"
         raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
-    for name, code in now["own_code"].items():
-        if before["own_code"][name] != code:
-            fault = f"its file was changed since {where} was made"
-            raise CheckpointError(f"{name}: {fault}; use it as it was, or begin another run")
+    for typed, was in before["own_code"].items():
+        flag, _, name = typed.partition(" ")
+        own_code.check_unchanged(flag, name, was, where)
     precision, was = (of["distribution"]["mixed_precision"] for of in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
@@ -199,18 +188,12 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
     """Raise CheckpointError if a flag, by its field's name, has a different value than before."""
     if now != before:
-        made = "without it" if before is None else f"with {before}"
-        raise CheckpointError(
-            f"{typed_flag(name, now)}: {path} was made {made}; leave it as it was, or begin another"
-            " run"
-        )
+        fix = "leave it as it was, or begin another run"
+        raise CheckpointError(f"{typed_flag(name, now)}: {path} was made with {before}; {fix}")
 
 
 def check_same_images(dataset: str, digest: str, found: EarlierRun) -> None:
     """Raise CheckpointError if these are not the run's images, wherever they lie now."""
-    if digest != (before := found.saved["digest"]):
-        raise CheckpointError(
-            f"--dataset {dataset}: its images are not those of {found.path}"
-            f" ({found.flags['dataset']}, digest {before[:8]}, now {digest[:8]}); leave it as"
-            f" it was, or begin another run, perhaps on its --weights {found.path}/{MODEL}"
-        )
+    if digest != found.saved["digest"]:
+        fix = f"name those, or begin another run, perhaps on its --weights {found.path}/{MODEL}"
+        raise CheckpointError(f"--dataset {dataset}: not the images of {found.path}; {fix}")

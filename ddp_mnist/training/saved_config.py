@@ -37,7 +37,6 @@ def saved_config(
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
-            "--compile": world.compiled_by,
             "threads": world.threads,
             **how_it_computes(world),
         },
@@ -53,7 +52,7 @@ def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, 
         if not field.metadata["per_rank"]
     }
     own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
-    others = {"--compile": world.compiled_by, "the data's digest": images.digest}
+    others = {"the data's digest": images.digest}
     others |= {"the images that --weights has seen": str(sum(images.left_out))}
     return flags | others | own_code | how_it_computes(world)
 
@@ -63,6 +62,7 @@ def how_it_computes(world: World) -> dict[str, Any]:
     return {
         "--backend": world.backend,
         "--mixed-precision": world.precision,
+        "--compile": world.compiled_by,
         **package_versions(),
         "the code's digest": code_digest(),
     }

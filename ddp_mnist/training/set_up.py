@@ -30,7 +30,7 @@ from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.ours import is_known
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.limits import bound_together
-from ddp_mnist.task import Classification, Task, find_task, make_task, options_of
+from ddp_mnist.task import Classification, Task, make_task, options_of
 from ddp_mnist.training import plan, resume, tracking
 from ddp_mnist.training.evaluation import check_scores
 from ddp_mnist.training.faults import inject
@@ -167,8 +167,6 @@ def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "Weight
     if recipe.model:
         factory_of(recipe.model)
     Classification([], recipe.loss)
-    if recipe.task:
-        find_task(recipe.task)
     named = initial_weights.find_named(recipe.model or "the default net", recipe.weights)
     if named:
         image_size = config.run.image_size or str(initial_weights.size_of(named))

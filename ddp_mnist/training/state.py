@@ -118,13 +118,9 @@ class Progress:
 
 def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
     """Return the error that ends a run in which `what` is no longer finite."""
-    cure = "use a lower learning rate, or --max-grad-norm 1"
-    if step <= 2:
-        own = recipe.loss or recipe.task
-        loss = f" or the loss, {own}" if own else ""
-        cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
     return DivergedError(
-        f"--lr {recipe.lr:g}: by step {step} {what} is no longer a finite number; {cure}"
+        f"--lr {recipe.lr:g}: by step {step} {what} is no longer a finite number; use a lower"
+        " learning rate, or --max-grad-norm 1, and look at your own net or loss, if any"
     )
 
 

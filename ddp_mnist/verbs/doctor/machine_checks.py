@@ -68,20 +68,17 @@ def unmet(package: str) -> Iterator[str]:
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees all GPUs of the machine, and that each processor computes correctly."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
-    hidden_by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if name in os.environ]
+    is_hidden = hardware.HIDE_GPUS in os.environ
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         of = f" of the {there} in /dev" if mine < there else ""
-        text = f"{mine}{of}, {built}, NCCL {nccl}"
+        text = f"{mine}{of}, CUDA {torch.version.cuda}, NCCL {nccl}"
     elif there and not unused:
-        text = f"{there}, hidden by {' '.join(hidden_by)} (as --cpu does)"
+        text = f"{there}, hidden by {hardware.HIDE_GPUS} (as --cpu does)"
     else:
         text = unused or "none; training runs on the CPU, with gloo"
-    # Graphics inside an AMD processor may not be worth a different torch.
-    is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
-    worst, fix = FAIL if is_nvidia or torch.version.hip else WARN, hardware.GPU_FIX
-    if fewer := 0 < mine < there and not hidden_by:
+    worst, fix = FAIL, hardware.GPU_FIX
+    if fewer := 0 < mine < there and not is_hidden:
         worst, fix = WARN, SOME_GPUS_FIX
     yield check("GPUs", unused or fewer, text, fix, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
