@@ -73,12 +73,25 @@ SHARED: dict[str, dict[str, Any]] = {
 def program() -> NoReturn:
     """Call `main`, then end the process at once: unloading torch would take a second."""
     end_at_signals()
+    open_closed_streams()
     try:
         main()
     except (SystemExit, errors.Stopped) as ended:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(int(ended.code or 0))
+
+
+def open_closed_streams() -> None:
+    """Give stdin, stdout and stderr a file if the shell closed them, as `>&-` does.
+
+    Python has None in their place, and the next file to be opened would get their number. What is
+    printed there fails, as on a full disk.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            assert os.open(os.devnull, os.O_RDONLY if number < 2 else os.O_WRONLY) == number
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

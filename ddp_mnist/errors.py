@@ -6,6 +6,7 @@ library raised, its own words and where the whole traceback lies.
 
 import contextlib
 import errno
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -119,7 +120,7 @@ def blamed(
     if isinstance(root, UnpicklingError):  # torch's advice is to run what is in the file
         why = "it holds more than tensors, or is damaged; nothing in it was run"
     elif is_systems:
-        file = getattr(root, "filename", None)
+        file = os.fsdecode(getattr(root, "filename", None) or "")
         why = why if not file or str(Path(file).parent) in typed else f"{file}: {why}"
     elif why != name:
         why = f"{name}: {why}"

@@ -23,7 +23,7 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
 from ddp_mnist.system.locks import take
 
-FORMAT = 2  # raise it if what is cached would be another; a cache of another one is built again
+FORMAT = 3  # raise it if what is cached would be another; a cache of another one is built again
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
@@ -186,11 +186,11 @@ def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -
             f"{len(held):,} of {len(train):,} images are held out for the test, by a hash of their"
             f" pixels: with --test-size {share:.3g} each stays there as the folder grows",
         )
-        if without := sorted({*labels[train].tolist()} - {*labels[held].tolist()}):
-            shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
-            fix = "add images, or give a larger --test-size"
-            found["careful"].append(f"the test has no image of {shown}: {fix}")
     rows.setdefault("train", np.arange(0))
+    if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
+        shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
+        fix = "add images" if share is None else "add images, or give a larger --test-size"
+        found["careful"].append(f"the test has no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)

@@ -91,11 +91,20 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
 
 
 def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
-    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], in its own mode.
+    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], not turned nor resized.
 
-    They are neither turned nor resized. A palette's indices are replaced by their colours.
+    They are the same in every mode of 8 bits that can hold them: with colours for a palette, and
+    without channels that tell nothing, which are full opacity and the colours of grey.
     """
-    return np.asarray(image.convert("RGBA") if image.mode in ("P", "PA") else image)
+    if image.mode in ("1", "LA", "La", "P", "PA") or image.has_transparency_data:
+        image = image.convert("RGBA")
+    pixels = np.asarray(image)
+    if image.mode == "RGBA" and (pixels[..., 3] == 255).all():
+        pixels = pixels[..., :3]
+    if image.mode in ("RGB", "RGBA") and pixels.shape[2] == 3:
+        first = pixels[..., :1]
+        pixels = pixels[..., 0] if (pixels == first).all() else pixels
+    return pixels
 
 
 def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image.Image:

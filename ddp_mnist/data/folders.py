@@ -49,11 +49,17 @@ def paths_in(folder: Path) -> list[Path]:
     every = sorted(walk(folder))
     found = [path for path in every if not HIDDEN.search(str(path.relative_to(folder)))]
     runs = {path.parent for path in found if path.name == "status.json"}
-    runs = {path for path in runs if (path / "config.json").exists()} - {folder}
+    runs = {path for path in runs if is_run(path)} - {folder}
     links = {path for path in found if path.name == "latest" and path.is_symlink()}
     outside = [path for path in found if (runs | links).isdisjoint((path, *path.parents))]
     names = (path.relative_to(folder) for path in outside)
     return [path for path in names if not JUNK.search(str(path))]
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, whose config.json has its id."""
+    config = folder / "config.json"
+    return config.exists() and '"run_id"' in config.read_text(errors="replace")
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -135,8 +141,10 @@ def list_folder(
         fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, where, options)
-    for each in splits.values() if not labels else ():
-        labels |= classes_of(where, each, bool(by_folders))
+    if not labels:
+        for each in splits.values():
+            labels |= classes_of(where, each, bool(by_folders))
+        unused += empty_classes(folder, paths, images)
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes = list[str]()
     if options.columns:
@@ -190,6 +198,14 @@ def classes_of(where: str, images: list[Path], in_splits: bool) -> dict[Path, st
             both = first if image is first else f"{first} and {image}"
             raise DataError(f"{where}: which folder is the class of {both}? {OF_CLASS}")
     return {image: image.parent.name for image in images}
+
+
+def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
+    """Return a note on folders next to those of the classes that hold no image, if any."""
+    classes = {image.parent for image in images}
+    beside = {path for path in paths if path.parent in {each.parent for each in classes}}
+    empty = sorted(str(p) for p in beside - classes if Path(folder, p).is_dir())
+    return [f"without an image: {printable(joined(empty, 80))}"] if empty else []
 
 
 def read_metadata(

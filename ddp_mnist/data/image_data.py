@@ -14,7 +14,7 @@ import numpy as np
 
 from ddp_mnist.data import held_out
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import DataError
+from ddp_mnist.errors import DataError, blame
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class ImageData:
 
     def files_of(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the files, relative to their folder, of those of the rows that have one."""
-        files = json.loads(self.files.read_text()) if self.files else []
+        with blame(str(self.files), DataError, "decode again: prepare --refresh"):
+            files = json.loads(self.files.read_text()) if self.files else []
         return {row: files[row] for row in rows if files and files[row]}
 
     def per_class(self) -> dict[str, list[int]]:

@@ -66,7 +66,7 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{error.filename or path}: cannot be written ({reason(error)});"
+            f"{error.filename2 or error.filename or path}: cannot be written ({reason(error)});"
             f" free space or fix permissions, or use another {flag}"
         ) from error
 

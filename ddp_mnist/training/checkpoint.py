@@ -93,9 +93,9 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
             skipped[path] = f"cannot be read ({reason(error)})"
     else:
         found = ", ".join(f"{path.name} {why}" for path, why in skipped.items())
-        fix = "in another --run-dir" if found else f"with --resume auto --run-dir {run}"
         raise CheckpointError(
-            f"{run}: holds no complete checkpoint ({found or 'it has none'}); start it again {fix}"
+            f"{run}: holds no complete checkpoint ({found or 'it has none'}); put it back, or start"
+            " again in another --run-dir"
         )
     step = step_of(path)
     with storage_errors(path):

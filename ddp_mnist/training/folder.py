@@ -19,7 +19,13 @@ from filelock import FileLock
 from ddp_mnist import errors
 from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame, reason
 from ddp_mnist.system.console import finite, warn
-from ddp_mnist.system.files import LEFTOVER, storage_errors, to_json, write_atomically
+from ddp_mnist.system.files import (
+    LEFTOVER,
+    read_if_whole,
+    storage_errors,
+    to_json,
+    write_atomically,
+)
 from ddp_mnist.system.locks import HeldError, take
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
@@ -44,6 +50,7 @@ class RunFolder:
         self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
         self.log_to_trackers: Callable[[dict[str, Any], int], None] | None = None  # tracking.py
         self._lock: FileLock | None = None
+        self._number = 0  # of the lock's file: that of another file if the folder was replaced
         self._status: dict[str, Any] = dict(STARTING)
         self._began = False
 
@@ -80,8 +87,14 @@ class RunFolder:
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
         others = ", ".join(name for name in names if (path / name).exists())
         if (path / STATUS).exists():  # a run writes it first: without it, no run is here
-            free = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
+            last = read_if_whole(path / STATUS)
+            lost = last.get("state") == "preempted"  # which saved: is its disk not there?
+            free = begin_again and not lost and not any((path / CHECKPOINTS).glob("step-*.pt"))
             held = f"a run already (to resume it: --resume {path})"
+            if lost and begin_again:
+                held = f"a run that saved at step {last.get('step')}, but no checkpoint"
+            elif free and last.get("step"):
+                warn(f"{path}: begins again, as no checkpoint of its {last['step']} steps is there")
         else:
             free = not others
             held = f"files that no run wrote and that would be overwritten ({others})"
@@ -100,6 +113,7 @@ class RunFolder:
         with storage_errors(path):
             try:
                 self._lock, self.path = take(path / LOCK).lock, path
+                self._number = (path / LOCK).stat().st_ino
             except HeldError as error:
                 raise UsageError(
                     f"{path}: another run is writing there ({error}); wait until it has ended, or"
@@ -145,8 +159,17 @@ class RunFolder:
     def write_bytes(self, name: str, content: bytes) -> None:
         """Replace the file atomically. Raise StorageError."""
         if self.path:
+            self.check_ours()
             with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
+
+    def check_ours(self) -> None:
+        """Raise StorageError if the folder or its lock was removed: another run may write there."""
+        if self.path:
+            with storage_errors(self.path / LOCK):
+                number = (self.path / LOCK).stat().st_ino
+            if number != self._number:
+                raise StorageError(f"{self.path}: was removed, and is another run's folder now")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
@@ -154,6 +177,7 @@ class RunFolder:
         self.metrics_lines += 1
         if self.path:
             path = self.path / METRICS
+            self.check_ours()
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
         if self.log_to_trackers:

@@ -21,6 +21,7 @@ from ddp_mnist.training import checkpoint
 from ddp_mnist.training.evaluation import number_text
 from ddp_mnist.training.folder import (
     CONFIG,
+    METRICS,
     MODEL,
     STATUS,
     SUMMARY,
@@ -72,7 +73,8 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
         for group in (now.run, now.recipe):
             for name, value in flag_values(group, "must equal").items():
                 refuse_another(name, value, found.flags[name], path)
-        if state != "finished" or wants_more(now.recipe, found.flags):
+        has_model = (path / MODEL).exists()  # else it is written again
+        if state != "finished" or not has_model or wants_more(now.recipe, found.flags):
             return asdict(found)
         return asdict(found) | {"finished": has_finished(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -167,6 +169,8 @@ def load_latest(
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
     folder.cut_metrics(metrics_lines)
+    if lost := metrics_lines - folder.metrics_lines:
+        lines.append(f"{path / METRICS}: lacks {lost} lines of earlier steps")
     folder.step = step
     changed = changes(before, now)
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"

@@ -1,5 +1,6 @@
 """One rank's part in a run: what `fit` gets, and the bookkeeping while it trains."""
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,11 +131,13 @@ class TrainingRun:
         Raise DivergedError if the weights are not finite numbers, although each loss was.
         """
         clock, step = time.monotonic(), state.progress.step
-        finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
+        buffers = filter(torch.is_floating_point, state.net.buffers())  # as BatchNorm's
+        finite = [torch.isfinite(each).all() for each in (*state.net.parameters(), *buffers)]
         if not torch.stack(finite).all():
             raise diverged(self.config.recipe, step, "a weight")
         self.folder.step = step
         if self.folder.path:
+            self.folder.check_ours()
             state.progress.total_seconds = time.monotonic() - state.started
             content = {
                 "format": FORMAT,
@@ -172,6 +175,7 @@ class TrainingRun:
         content = weights.to_bytes(net.net.state_dict(), model, self.task, image_format)
         self.folder.write_bytes(MODEL, content)
         outcome = result.summarise(self.config, self.world, self.images, state, test)
+        outcome["model_sha256"] = hashlib.sha256(content).hexdigest()
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(result.last_lines(outcome, self.folder))
         return outcome

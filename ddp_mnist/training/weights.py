@@ -76,6 +76,9 @@ def read_bytes(run: str) -> bytes:
         else:
             why = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
         raise CheckpointError(f"{run}: {why}") from error
+    if summary.get("model_sha256", found := hashlib.sha256(content).hexdigest()) != found:
+        fix = f"remove it, and train --resume {run} writes it again"
+        raise CheckpointError(f"{run}: {MODEL} is damaged, or not that of {SUMMARY}; {fix}")
     if unfinished and "steps" in summary:
         earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"
         warn(f"{run}: {earlier} ({so_far}); {go_on}")

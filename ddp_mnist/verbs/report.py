@@ -67,7 +67,7 @@ def run(flags: Report) -> None:
 
     Raise DataError at the end if the page lacks mistakes because images have changed.
     """
-    files.check_place(flags.out, "--out")
+    files.check_place(flags.out, "--out", ".html")
     console = Console(True)
     console.print("reading    the run and its predictions")
     run = read_run(Path(flags.run))
