@@ -38,6 +38,17 @@ COURSE_LINES = 400
 COURSE_PROGRAMS = "docs/course/"  # their comments are translated in Chinese pages
 COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]
 EXIT_CODES = 11
+GONE = (
+    *("--against", "--tolerance", "--format torch", "RESTARTS=", "BENCH="),
+    *("ddp-mnist bench", "ddp-mnist configs", "ddp-mnist restart", "debug_launcher", "out of date"),
+    *(
+        "ddp_mnist/run/",
+        "ddp_mnist/bench/",
+        "hf_dataset",
+        "NcclAccelerator",
+        "your data, your model",
+    ),
+)
 # Turns of phrase that tire a reader of the package, and what to write instead.
 WORN_PHRASES = {
     r"\b(?:Return|Say) what\b": "name the thing",
@@ -305,6 +316,16 @@ def facts() -> Iterator[str]:
     yield from figures()
     yield from versions()
     yield from worn_phrases()
+    yield from gone()
+
+
+def gone() -> Iterator[str]:
+    """No page names what was removed; CHANGELOG.md does."""
+    pages = (path for path in REPOSITORY.glob("**/*.md") if ".venv" not in path.parts)
+    for path in sorted(pages):
+        for name in GONE if path.name != "CHANGELOG.md" else ():
+            if name in path.read_text("utf-8"):
+                yield f"{path.relative_to(REPOSITORY)}: {name} was removed; say what replaces it"
 
 
 def course_pages() -> list[Page]:
