@@ -124,7 +124,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
-            save_due = meter.is_save_due(flags.checkpoint_every)  # else every few seconds
+            save_due = meter.is_save_due(flags.checkpoint_every)  # else at 100th steps, 5 s apart
             if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals

@@ -65,10 +65,16 @@ def score_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    if arguments.batch_size % world_size:
+        raise SystemExit(f"--batch-size {arguments.batch_size}: must be a multiple of {world_size}")
     train_rows, val_rows = make_data()
     order = torch.Generator()  # seeded in each epoch, alike on all ranks
     sampler = RandomSampler(train_rows, generator=order)
     loader = DataLoader(train_rows, arguments.batch_size, sampler=sampler, drop_last=True)
+    if not len(loader):
+        raise SystemExit(
+            f"--batch-size {arguments.batch_size}: is more than {len(train_rows)} rows"
+        )
     torch.manual_seed(0)
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=arguments.lr, momentum=0.9)
