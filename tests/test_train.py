@@ -141,22 +141,6 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert (saved["batch_size"], saved["val_size"]) == (72, 287)
 
 
-def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
-    # a rate so high that later epochs get worse
-    config = watch.proof_config(epochs=40, patience=2, lr=0.05, warmup=0.9, model="mlp")
-    [summary] = run_world(1, watch.just_train, config, folder=tmp_path)
-    assert summary["stopped_by"] == "--patience"
-    lines = metrics(tmp_path / "run", "val_accuracy")
-    accuracies = [line["val_accuracy"] for line in lines]
-    best = accuracies.index(max(accuracies))
-    assert len(accuracies) == best + 3
-    assert summary["val_accuracy"] == max(accuracies)
-    for split, accuracy in (("validation", max(accuracies)), ("test", summary["test_accuracy"])):
-        flags = Evaluate(str(tmp_path / "run"), split)
-        again = evaluate_run(flags, Distribution(cpu=True), Launch())
-        assert again and again["accuracy"] == accuracy
-
-
 def test_fault_24_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> None:
     # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
     config = watch.proof_config(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0)
