@@ -24,7 +24,7 @@ from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
-from tests.commands import Typed, require_programs
+from tests.commands import require_programs
 from tests.data_sets import flat, of, write_noise
 
 ANYWHERE = Report("RUN")  # the images lie where they lay

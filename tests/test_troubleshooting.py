@@ -166,7 +166,7 @@ def one_leaves(rank: int, seconds: float = 0.3) -> None:
 
 
 def one_is_late(rank: int) -> None:
-    one_leaves(rank, 1.5)
+    one_leaves(rank, 1.2)
 
 
 FAULTS: tuple[Callable[[int], None], ...] = (
@@ -261,10 +261,9 @@ def sections() -> dict[str, list[str]]:
     return {head: fence.findall(text) for head, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def test_the_page_quotes_twelve_errors_and_no_other() -> None:
+def test_the_page_quotes_these_errors_and_no_other() -> None:
     quoted = {heading: len(fences) for heading, fences in sections().items() if fences}
     assert quoted == {heading: len(names) for heading, names in QUOTES.items()}
-    assert len(QUOTES) == 12 + 1  # and the launcher's own
 
 
 @pytest.mark.parametrize("heading", QUOTES)
@@ -279,10 +278,5 @@ def test_what_the_page_quotes_is_what_is_said(heading: str, said: Said) -> None:
             assert " ".join(part.split()) in heard, name
 
 
-def test_the_exit_codes_are_those_of_the_lines(said: Said) -> None:
-    for name, heard in said.items():
-        if name.startswith("our ") and "(code" in heard:
-            [line] = [line for line in heard.splitlines() if line.startswith("ddp-mnist: error:")]
-            code = re.fullmatch(r".* \(code (\d)\)", line)
-            assert code and f"exit code {code[1]}" in heard, name
+def test_what_torch_refuses_is_taken_here(said: Said) -> None:
     assert said["our keys"] == said["our local rank"] == "exit code 0"
