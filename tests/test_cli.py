@@ -90,7 +90,6 @@ NEVER_A_NUMBER = ("''", "abc", "7x", "nan", "1e400", "inf", "½", "数", "1,5", 
 REFUSED = {
     **{f"train --lr {text}": "--lr " for text in NEVER_A_NUMBER},
     **{f"train --batch-size {text}": "--batch-size " for text in NEVER_A_NUMBER},
-    "train --lr x": "--lr x: must be a number, above 0 and at most 100",
     "train --lr": "--lr: expected one argument; see ddp-mnist train --help",
     "train --preset accurate --lr 0": "--lr 0.0: must be above 0",
     "train --backend mpi": "--backend mpi: choose from auto, nccl, gloo",
@@ -104,10 +103,7 @@ REFUSED = {
     "train --bath_size=7": "--bath_size: unknown flag or argument; did you mean --ba",
     "train --no-agument": "--no-agument: unknown flag or argument; did you mean --no",
     "train --ünïcode": "--ünïcode: unknown flag or argument; see ddp-mnist tr",
-    "train mnist": "mnist: unknown flag or argument",
-    "train --quiet=yes": "--quiet: ignored explicit argument 'yes'; see ddp-mnist train",
     "train --workers 4": "--workers: unknown flag or argument",
-    "train -gpu 0": "-gpu: unknown flag or argument",
     **dict.fromkeys(("LOCAL_RANK=0 train -g 0", "train -g"), f"-g: {ONE_GPU}"),
     "train -g0,1 --epochs 3": f"-g0,1: {ONE_GPU}",
     "trian": f"trian: choose from {VERBS}; did you mean train?",
@@ -120,7 +116,6 @@ REFUSED = {
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",
     "evaluate ''": "'': is empty; give a value",
     "evaluate r --split tset": "--split tset: choose from test, validation, train; did you mean te",
-    "evaluate r --rank 0": "--rank 0: needs --init-method",
     "evaluate r --mixed-precision no": "--mixed-precision: unknown flag or argument",
     "predict": "predict: the following arguments are required: RUN, IMAGE",
     "predict r x.png --show x.jpg": "--show x.jpg: must be a .png",
@@ -133,7 +128,6 @@ REFUSED = {
     "multinode --main-process-ip a": "MAIN_PROCESS_IP=a: MACHINE_RANK is missing; give it too",
     "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
     "multinode --machine-rank x": "MACHINE_RANK=x: must be a whole number",
-    "multinode --nproc-per-node -1": "NPROC_PER_NODE=-1: must be at least 1",
 }
 
 
@@ -232,9 +226,7 @@ NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
         ("RANK=2 LOCAL_RANK=0", ELSEWHERE, 7, "ended      rank 0 says it\n", False),
         ("RANK=2 LOCAL_RANK=1", ELSEWHERE, 7, "", False),
         ("", KeyboardInterrupt(), 130, "ddp-mnist: error: interrupted (code 130)\n", False),
-        ("LOCAL_RANK=1", KeyboardInterrupt(), 130, "", False),
         # what all ranks meet is told by local rank 0 first
-        ("LOCAL_RANK=", NO, 2, NO_LINE, False),
         ("LOCAL_RANK=0", NO, 2, NO_LINE, False),
         ("LOCAL_RANK=1", NO, 2, NO_LINE, True),
         ("SLURM_LOCALID=2", NO, 2, NO_LINE, True),
