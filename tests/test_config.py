@@ -17,12 +17,8 @@ from ddp_mnist.config.flag_fields import (
 )
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
-from ddp_mnist.data import cache
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.errors import UsageError
-from ddp_mnist.task import Classification
-from ddp_mnist.training.set_up import check_net
-from tests.training import resolved
 
 GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)
 ALL = [(group, field) for group in GROUPS for field in flag_fields(group)]
@@ -118,19 +114,6 @@ def test_what_may_differ_in_a_resumed_run_and_on_each_rank() -> None:
         *("dataset", "run_dir", "resume", "cache_dir", "quiet"),
         *("rank", "local_rank", "world_size", "init_method"),
     }
-
-
-def test_sync_bn_needs_a_net_with_batchnorm() -> None:
-    """Only the net itself tells; --sync-bn is not refused before there is one."""
-    digits = cache.load("digits")
-    task = Classification(digits.classes)
-    with_it, without = (
-        TrainConfig(RunFlags(), Recipe(model=model), Distribution(sync_bn=True))
-        for model in ("cnn_bn", "cnn")
-    )
-    check_net(resolved(with_it, digits), digits, task, at_once=2)
-    with pytest.raises(UsageError, match=r"^--sync-bn: cnn has no BatchNorm; use --model cnn_bn"):
-        check_net(resolved(without, digits), digits, task, at_once=2)
 
 
 # --- What is decided by the data set

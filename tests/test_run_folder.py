@@ -148,12 +148,6 @@ def test_fault_49_a_disk_that_cannot_flush_folders_or_make_links_is_used_with_a_
 # --- Folders that hold something
 
 
-def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
-    outcomes = at_once(*[lambda: RunFolder().create(str(tmp_path / "run"), "digits")] * 20)
-    assert sum(outcome is None for outcome in outcomes) == 1
-    assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
-
-
 @pytest.mark.parametrize(
     "name", ["config.json", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints"]
 )
