@@ -212,10 +212,10 @@ def test_fault_07_each_damaged_one_is_reported(tmp_path: Path) -> None:
 
 
 class Runs:
-    """Its pickle calls the function when it is loaded."""
+    """Its pickle runs the command when it is loaded."""
 
-    def __init__(self, function: Callable[..., Any], argument: str) -> None:
-        self.call = function, (argument,)
+    def __init__(self, command: str) -> None:
+        self.call = os.system, (command,)
 
     def __reduce__(self) -> Any:
         return self.call
@@ -231,18 +231,12 @@ legacy = functools.partial(zipped, _use_new_zipfile_serialization=False)
 
 
 @pytest.mark.parametrize("write", [zipped, legacy, pickle.dumps])
-@pytest.mark.parametrize("function", [os.system, exec])
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
-    function: Callable[..., Any], write: Callable[[Any], bytes], tmp_path: Path
+    write: Callable[[Any], bytes], tmp_path: Path
 ) -> None:
     trace = tmp_path / "was_here"
-    code = (
-        f"touch {shlex.quote(str(trace))}"
-        if function is os.system
-        else f"open({str(trace)!r}, 'w').close()"
-    )
-    raw = write({**content(), "step": {"a": Runs(function, code)}})
+    raw = write({**content(), "step": {"a": Runs(f"touch {shlex.quote(str(trace))}")}})
     with pytest.raises(CheckpointError, match=r"^step 2 of run: ") as refused:
         from_bytes(digested(raw), "step 2 of run")
     assert "weights_only" not in str(refused.value)  # torch's advice to run what is in the file

@@ -188,11 +188,6 @@ def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
 LETTERS = dataclasses.replace(GREY, digit_photos=False)
 
 
-def page_of(folder: Path) -> Path:
-    """Write a photo of a digit, dark on a bright page."""
-    return save(np.pad(255 - digits(1)[0], 30, constant_values=255), folder / "x.png")
-
-
 @pytest.mark.parametrize(
     ("made", "asked", "is_cut_out"),
     [
@@ -206,7 +201,8 @@ def test_photos_of_digits_are_cut_out_on_request(
     made: ImageFormat, asked: bool | None, is_cut_out: bool, model: Normalised, tmp_path: Path
 ) -> None:
     """The net alone knows what it was trained on, and so says what photos are made into."""
-    page = page_of(tmp_path)
+    drawn = np.pad(255 - digits(1)[0], 30, constant_values=255)  # dark on a bright page
+    page = save(drawn, tmp_path / "x.png")
     as_it_is = shares_of(model, read_image(page, GREY, digit_photos=False))
     cut_out = shares_of(model, as_mnist(page)[None])
     assert as_it_is.expected != cut_out
@@ -221,7 +217,7 @@ def test_photos_are_not_cut_out_for_a_net_of_other_strokes(
     dark = dataclasses.replace(LETTERS, bright_on_black=False)
     run = run_of(tmp_path / "own", model, CLASSES, dark)
     with pytest.raises(UsageError, match=f"^--digit-photos: {run} .*; leave it out$"):
-        predict(run, page_of(tmp_path), digit_photos=True)
+        predict(run, "x.png", digit_photos=True)
 
 
 # --- Which files
@@ -265,22 +261,6 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     assert refused(tmp_path / "pipe") == pipe
 
 
-def test_files_beside_one_that_cannot_be_read_have_their_answers(
-    run: str, tmp_path: Path, typed: Typed
-) -> None:
-    for number, image in enumerate(digits(3)):
-        save(image, tmp_path / f"{number}ä.png")
-    (tmp_path / "1a.png").write_text("no picture")
-    ended = typed("predict", run, tmp_path)
-    lines = [json.loads(line) for line in ended.out.splitlines()]
-    names = ["0ä.png", "1a.png", "1ä.png", "2ä.png"]
-    assert [Path(line["file"]).name for line in lines] == names
-    assert ["label" in line for line in lines] == [True, False, True, True]
-    assert lines[1]["error"] == UNREADABLE
-    message = f"{tmp_path}/1a.png: {UNREADABLE} (code 3)"
-    assert (ended.code, ended.err) == (3, f"ddp-mnist: error: {message}\n")
-
-
 def test_one_image_comes_on_stdin(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
@@ -310,19 +290,24 @@ def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) ->
         assert list(line["probabilities"].items()) == list(likely.items())[:top]
 
 
-def test_on_a_terminal_the_answers_are_a_table(
+def test_files_beside_one_that_cannot_be_read_have_answers_which_a_terminal_shows_as_a_table(
     run: str, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its columns are straight, as a Chinese letter takes two."""
     for name, image in zip(("0.png", "很长的.png", "22.png"), digits(3), strict=True):
         save(image, tmp_path / name)
     (tmp_path / "broken.png").write_text("no picture")
-    answers = [json.loads(line) for line in typed("predict", run, tmp_path).out.splitlines()]
+    failed = 3, f"ddp-mnist: error: {tmp_path}/broken.png: {UNREADABLE} (code 3)\n"
+    ended = typed("predict", run, tmp_path)
+    assert (ended.code, ended.err) == failed
+    answers = [json.loads(line) for line in ended.out.splitlines()]
+    assert ["label" in answer for answer in answers] == [True, True, False, True]
+    assert answers[2] == {"file": f"{tmp_path}/broken.png", "error": UNREADABLE}
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     ended = typed("predict", run, tmp_path)
+    assert (ended.code, ended.err) == failed
     head, *rows = ended.out.splitlines()
     assert head.split() == ["file", "label", "probability", "next"]
-    assert ended.err == f"ddp-mnist: error: {tmp_path}/broken.png: {UNREADABLE} (code 3)\n"
     for row, answer in zip(rows, answers, strict=True):
         if "error" in answer:
             assert row == f"{answer['file']}   {UNREADABLE}"

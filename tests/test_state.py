@@ -38,6 +38,8 @@ def test_sums_of_all_ranks_become_means() -> None:
     means = state.end_epoch(Recipe(), None)
     assert means == {"loss": 4.0, "score": 0.75, "images_per_second": 16.0}
     assert (progress.epoch, progress.in_epoch) == (1, Sums())
+    # no loss was finite
+    assert progress.in_epoch.means() == {"loss": None, "score": None, "images_per_second": 0.0}
 
 
 @pytest.mark.parametrize("patience", [None, 5])
