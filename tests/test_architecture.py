@@ -115,20 +115,3 @@ def test_only_the_cluster_opens_sockets_and_nobody_mocks() -> None:
     for name, tree in files().items():
         assert "socket" not in names_in(tree) or name.startswith("ddp_mnist.cluster."), name
         assert "unittest.mock" not in "\n".join(names_in(tree)), name
-
-
-def test_a_folder_defines_and_exports_nothing() -> None:
-    for path in PACKAGE.glob("*/**/__init__.py"):
-        body = ast.parse(path.read_text()).body
-        assert len(body) == 1, path
-        assert ast.get_docstring(ast.Module(body, [])), path
-
-
-def test_every_module_that_a_command_or_a_script_names_exists() -> None:
-    """Names in strings, in the Makefile and in documents, where no type checker looks."""
-    places = [REPOSITORY / "Makefile", *REPOSITORY.glob("deploy/*")]
-    places += REPOSITORY.glob("docs/**/*.md")
-    places += [*PACKAGE.rglob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
-    pattern = re.compile(r"(?:-m |from |import )(ddp_mnist(?:\.[a-z_]+)+)")
-    named = {name for place in places for name in pattern.findall(place.read_text("utf-8"))}
-    assert named - set(files()) == {"ddp_mnist.accelerate_configs"}  # a folder of files

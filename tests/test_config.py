@@ -1,10 +1,8 @@
-import contextlib
 import dataclasses
 import itertools
 import math
 import re
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -19,20 +17,13 @@ from ddp_mnist.config.flag_fields import (
 )
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
-from ddp_mnist.data import cache
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.errors import UsageError
-from ddp_mnist.task import Classification
-from ddp_mnist.training.set_up import check_net, load_and_resolve, try_before_training
-from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
-from ddp_mnist.verbs.multinode import Multinode
-from tests.training import resolved
 
 GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)
-OTHERS = (Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)
-ALL = [(group, field) for group in (*GROUPS, *OTHERS) for field in flag_fields(group)]
+ALL = [(group, field) for group in GROUPS for field in flag_fields(group)]
 INTS, FLOATS, WORDS = (
-    [(g, f) for g, f in ALL if g in GROUPS and kind_of(f) is kind] for kind in (int, float, str)
+    [(group, field) for group, field in ALL if kind_of(field) is kind] for kind in (int, float, str)
 )
 # The lowest and the highest legal value, where they are not 1 and a million.
 LEGAL = {
@@ -113,78 +104,16 @@ def test_words_of_another_form_are_refused_with_the_form(line: str) -> None:
         assert ImageOptions.of(vars(RunFlags(image_size=word))).size == size
 
 
-@pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
-def test_every_flag_has_a_sentence_and_a_legal_default(
-    group: type[Flags], field: dataclasses.Field[Any]
-) -> None:
-    assert field.metadata["help"].endswith((".", "]"))
-    assert kind_of(field) in (int, float, str, bool, tuple)
-    required = {f.name: "x" for f in flag_fields(group) if f.default is dataclasses.MISSING}
-    if field.name not in required:
-        assert getattr(group(**required), field.name) == field.default
-
-
-def test_policies_of_a_resumed_run_and_of_ranks() -> None:
-    """Each flag of train has one; these are the ones that were meant."""
-
-    def named(*policies: Any) -> set[str]:
-        return {f.name for group in GROUPS for f in flag_fields(group, *policies)}
-
-    assert named("may change") == {
+def test_what_may_differ_in_a_resumed_run_and_on_each_rank() -> None:
+    changeable = {f.name for group in GROUPS for f in flag_fields(group, "may change")}
+    assert changeable == {
         *("dataset", "cache_dir", "trackers", "checkpoint_every", "keep", "log_every", "epochs"),
         *("target_accuracy", "patience", "metrics", "grad_accum"),
     }
-    assert named("not kept") == {"run_dir", "resume", "profile", "quiet", "dry_run"}
-    recipe_and_distribution = {f.name for group in GROUPS[1:] for f in flag_fields(group)}
-    assert named("must equal") - recipe_and_distribution == {
-        *("seed", "image_size", "grey", "test_size")
-    }
-    train = [field for group, field in ALL if group in GROUPS]
-    assert {f.name for f in train if f.metadata["per_rank"]} == {
+    assert {f.name for _, f in ALL if f.metadata["per_rank"]} == {
         *("dataset", "run_dir", "resume", "cache_dir", "quiet"),
         *("rank", "local_rank", "world_size", "init_method"),
     }
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ({"val_size": 0, "patience": 2}, "--patience: needs validation images; give --val-size"),
-        ({"val_size": 0, "target_accuracy": 0.9}, "--target-accuracy: needs validation images"),
-        ({"model": "mlp", "optimizer": "muon"}, "--optimizer muon: mlp has no convolutions; use"),
-    ],
-)
-def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
-        TrainConfig(RunFlags(), Recipe(**recipe))
-
-
-@pytest.mark.parametrize(("processes", "parts"), [(4, 1), (1, 4)])
-def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int) -> None:
-    net = "torchvision:shufflenet_v2_x0_5"
-    recipe = Recipe(model=net, batch_size=4, grad_accum=parts)
-    store = Mock(world_size=processes, broadcast_from_rank0=lambda _, function: function())
-    for sync_bn in (False, True):
-        config = TrainConfig(RunFlags("digits"), recipe, Distribution(sync_bn=sync_bn))
-        refused = pytest.raises(UsageError, match=r"\[1, 1, 28, 28\]: ValueError: Expected more")
-        with contextlib.nullcontext() if sync_bn and processes > 1 else refused:
-            found, images = load_and_resolve(config, Mock(store=store), Mock(), None)
-            task = Classification(images.classes)
-            try_before_training(found, images, task, Mock(store=store), Mock())
-
-
-def test_sync_bn_needs_a_net_with_batchnorm() -> None:
-    """Only the net itself tells; --sync-bn is not refused before there is one."""
-    digits = cache.load("digits")
-    task = Classification(digits.classes)
-    for model, sync_bn in (("cnn", False), ("cnn_bn", True)):
-        config = TrainConfig(RunFlags(), Recipe(model=model), Distribution(sync_bn=sync_bn))
-        check_net(resolved(config, digits), digits, task, at_once=2)
-    config = TrainConfig(RunFlags(), Recipe(model="cnn"), Distribution(sync_bn=True))
-    with pytest.raises(
-        UsageError, match=r"^--sync-bn: cnn has no BatchNorm; use --model cnn_bn or"
-    ):
-        check_net(resolved(config, digits), digits, task, at_once=2)
 
 
 # --- What is decided by the data set
@@ -201,19 +130,15 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
     [
         *[(MNIST, {"world_size": size}, 144, 5000, 1) for size in (1, 2, 3, 4, 6, 8)],
         (MNIST, {"world_size": 5}, 145, 5000, 1),
-        (MNIST, {"world_size": 7}, 147, 5000, 1),
         (MNIST, {"world_size": 2, "grad_accum": 5}, 150, 5000, 1),
         *[(DIGITS, {"world_size": size}, 72, 287, 20) for size in (1, 2, 3, 4, 6, 8)],
-        (DIGITS, {"world_size": 5}, 75, 287, 20),
         (DIGITS, {"world_size": 7}, 77, 287, 22),
         (9000, {}, 144, 1800, 6),  # 50 batches of 144
         (8998, {}, 72, 1799, 4),  # one image less
         (100, {"world_size": 8, "grad_accum": 4}, 64, 20, 300),  # 96 would be nearer: there are 80
-        (10, {"world_size": 3}, 6, 2, 300),
         (1, {}, 1, 0, 300),
         # Few pictures take smaller steps, and more of them.
         (408, PICTURES, 24, 81, 154),  # 327 to train on, 13 steps
-        (408, PICTURES | {"weights": "DEFAULT"}, 24, 81, 154),
         (4498, PICTURES, 24, 899, 14),  # 149 steps
         (4500, PICTURES, 72, 900, 14),  # 50 steps
         (9000, PICTURES, 144, 1800, 20),  # 50 steps
@@ -223,7 +148,6 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
         (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
         (MNIST, ACCURATE, 288, 0, 20),  # of 208 steps
         (DIGITS, ACCURATE, 144, 0, 445),  # of 9
-        (MNIST, ACCURATE | {"epochs": 3, "batch_size": 100}, 100, 0, 3),
         (MNIST, ACCURATE | {"batch_size": 1000}, 1000, 0, 67),
     ],
 )

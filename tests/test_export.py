@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,6 @@ def test_the_onnx_file_and_the_card_describe_the_images(exported: Path) -> None:
     for name in ("input", "preparation", "output"):
         assert f"- {name.capitalize()}: {told[name]}\n" in card
     digits = export.metadata(untrained("mlp", GREY))
-    assert digits["input"].endswith("1, 28, 28], 0 to 255, grey, bright strokes on black")
     assert digits["preparation"].startswith("a digit in a photo is cut out first")
 
 
@@ -144,9 +142,7 @@ def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
     flags = Export(str(copy), license="cc-by-4.0")
     card = export.model_card(dataclasses.replace(trained, task=Classification(names)), flags)
     about: Any = ModelCard(card).data  # as the Hub reads it
-    assert (about.license, about.library_name) == ("cc-by-4.0", "pytorch")
-    assert about.pipeline_tag == "image-classification"
-    assert about.tags == ["image-classification", "ddp_mnist"]
+    assert (about.license, about.pipeline_tag) == ("cc-by-4.0", "image-classification")
     assert f"Test accuracy {summary['test_accuracy']:.4f} on 360 images; " in card
     assert "- For the training, images of 64x64 RGB became 28x28 grey\n" in card
     assert not {"\x1b", "\x9b"} & set(card)
@@ -163,24 +159,6 @@ def test_every_net_can_be_exported(architecture: str, monkeypatch: pytest.Monkey
     outputs = export.CONVERTERS["safetensors"][1](export.write_safetensors(trained))
     apart, limit = export.largest_difference(trained, outputs)
     assert apart <= 1e-4 <= limit
-
-
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_logits_may_differ_by_a_share_of_the_largest(scale: float) -> None:
-    trained = untrained("mlp", GREY)
-    for parameter in list(trained.net.parameters())[-2:]:
-        parameter.data *= 10 * scale
-    for share, passes in ((0.5e-4, True), (2e-4, False), (torch.nan, False)):
-
-        def off(images: torch.Tensor, share: float = share) -> torch.Tensor:
-            logits = trained.model(images).detach()
-            largest = logits.abs().max()
-            logits[-1, 3] += share * largest
-            return logits
-
-        apart, limit = export.largest_difference(trained, off)
-        assert (apart <= limit) == passes
-        assert limit > 1e-4 * scale
 
 
 def test_a_format_that_fails_is_named_and_the_others_are_written(
@@ -206,18 +184,6 @@ def test_a_format_that_fails_is_named_and_the_others_are_written(
     ended = typed("export", run, "--out", tmp_path / "none")
     assert ended.code == 1 and re.fullmatch(failed.format(r"model\.safetensors"), ended.err)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_package_that_is_missing_is_named(
-    run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    ended = typed("export", run, "--format", "onnx")
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert ended.err.startswith(
-        "ddp-mnist: error: --format onnx: ModuleNotFoundError: import of onnxr"
-    )
-    assert not (run / "export").exists()
 
 
 def test_nothing_of_others_is_replaced_and_a_file_that_fails_leaves_nothing(

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.task import Classification
@@ -20,16 +19,6 @@ def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
     assert sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
 
 
-def test_sums_are_equal_however_they_were_cut() -> None:
-    losses = list(torch.rand(100, generator=torch.Generator().manual_seed(0)))
-    correct = list(torch.randint(73, (100,)))
-    whole = sum_up(losses, correct, 72)
-    for cut in (1, 33, 50, 99):
-        parts = sum_up(losses[:cut], correct[:cut], 72) + sum_up(losses[cut:], correct[cut:], 72)
-        assert torch.equal(parts, whole)
-    assert whole[0].item() == pytest.approx(72 * sum(loss.item() for loss in losses), rel=1e-9)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what stands in for the time: the tests move its `now`."""
@@ -39,7 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 RANK_0 = {"process_index": 0, "scaler": None}
-NET = nn.Linear(1, 1)
 RECIPE = recipe_of()
 TWO = Classification([*"ab"])
 

@@ -33,15 +33,11 @@ COMMANDS = {
         * {DIGITS} --model ends_later:Net
         """,
     2: f"""
-        {DIGITS} --epochs none
-        {DIGITS} --epoch 3
-        {DIGITS} --model resnet
         {DIGITS} --mixed-precision fp16
         {DIGITS} --init-method tcp://here
         {DIGITS} --trackers wandb
         {DIGITS} --metrics f2
         {DIGITS} --profile 900
-        {DIGITS} -g 1
         * {DIGITS} --model nowhere:Net
         * {DIGITS} --model no_python:Net
         * {DIGITS} --model ends:Net
@@ -51,14 +47,9 @@ COMMANDS = {
         * {DIGITS} --metrics fails:one
         {DIGITS} --weights none.pth
         * {DIGITS} --weights pickle.pth
-        evaluate run --split all
         evaluate run --metrics f2
-        predict run seen.png --show none/seen.png
-        report run --out none/page.html
-        export run --format zip
         export run --out run
         doctor --processes 1
-        verify --save none/verify.json
         verify --model resnet
         prepare --dataset none
         """,

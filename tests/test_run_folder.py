@@ -32,13 +32,6 @@ def create(run_dir: Path | str | None, dataset: str = "digits", **options: bool)
     return run.path
 
 
-def unlocked(path: Path) -> RunFolder:
-    """Return a run folder with a place and without a lock."""
-    run = RunFolder()
-    run.path = path
-    return run
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -115,7 +108,11 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
     assert not (tmp_path / "runs" / "latest").is_symlink()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_fault_06_a_place_that_cannot_be_written_is_noticed_before_training(tmp_path: Path) -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
+    broken = patch("ddp_mnist.system.files.open", Mock(side_effect=denied), create=True)
+    with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
+        create(tmp_path)
     file = tmp_path / "runs"
     file.touch()
     for make, line in (
@@ -126,13 +123,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=f"^{line}.*another --run-dir"):
             make()
     assert names(tmp_path) == ["runs"]
-
-
-def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path: Path) -> None:
-    denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
-    broken = patch("ddp_mnist.system.files.open", Mock(side_effect=denied), create=True)
-    with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
-        create(tmp_path)
 
 
 def test_fault_49_a_disk_that_cannot_flush_folders_or_make_links_is_used_with_a_line(
@@ -158,24 +148,16 @@ def test_fault_49_a_disk_that_cannot_flush_folders_or_make_links_is_used_with_a_
 # --- Folders that hold something
 
 
-def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
-    outcomes = at_once(*[lambda: RunFolder().create(str(tmp_path / "run"), "digits")] * 20)
-    assert sum(outcome is None for outcome in outcomes) == 1
-    assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
-
-
-@pytest.mark.parametrize("begin_again", [False, True])
 @pytest.mark.parametrize(
     "name", ["config.json", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints"]
 )
-def test_files_of_another_program_are_not_written_over(
-    name: str, begin_again: bool, tmp_path: Path
-) -> None:
+def test_files_of_another_program_are_not_written_over(name: str, tmp_path: Path) -> None:
     file = tmp_path / (name if "." in name else f"{name}/step-00000001.pt")
     file.parent.mkdir(exist_ok=True)
     file.write_text("a model of the Hub")
-    with pytest.raises(UsageError, match=f"^--run-dir .*overwritten \\({name}\\); name"):
-        create(tmp_path, begin_again=begin_again)
+    for begin_again in (False, True):
+        with pytest.raises(UsageError, match=f"^--run-dir .*overwritten \\({name}\\); name"):
+            create(tmp_path, begin_again=begin_again)
     assert file.read_text() == "a model of the Hub"
     assert names(tmp_path) == [name]
 
@@ -314,15 +296,6 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
     assert names(tmp_path) == ["status.json", *traceback]
 
 
-def test_nothing_is_recorded_of_a_run_that_did_not_begin(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text("of the part before")
-    with pytest.raises(DataError), RunFolder() as run:
-        run.open(tmp_path)
-        raise DataError("no checkpoint is whole")
-    assert (tmp_path / "status.json").read_text() == "of the part before"
-    assert names(tmp_path) == ["status.json"]
-
-
 def test_a_full_disk_does_not_hide_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,21 +307,12 @@ def test_a_full_disk_does_not_hide_the_first_error(
     assert names(tmp_path) == ["status.json"]
 
 
-def test_ranks_without_a_folder_write_nothing(tmp_path: Path) -> None:
-    with RunFolder() as run:
-        run.begin()
-        run.write_json("x.json", {})
-        run.write_bytes("x", b"")
-        run.log(1, {"loss": 1.0})
-        run.cut_metrics(0)
-    assert names(tmp_path) == []
-
-
 # --- Files
 
 
 def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:
-    run, metrics = unlocked(tmp_path), tmp_path / "metrics.jsonl"
+    run, metrics = RunFolder(), tmp_path / "metrics.jsonl"
+    run.path = tmp_path
     run.cut_metrics(0)
     assert names(tmp_path) == []
     for step in (25, 50, 75):
@@ -366,10 +330,3 @@ def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> Non
     run.log(25, {"loss": 1.0})
     assert metrics.read_text() == '{"step": 25, "loss": 1.0}\n'
     assert run.metrics_lines == 1
-
-
-def test_writes_that_fail_are_storage_errors(tmp_path: Path) -> None:
-    run = unlocked(tmp_path / "gone")
-    for write in (lambda: run.log(1, {}), lambda: run.write_json("x.json", {})):
-        with pytest.raises(StorageError, match=f"^{tmp_path}/gone/.*No such file or directory"):
-            write()

@@ -1,5 +1,4 @@
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_mnist.cluster.world import World
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
@@ -16,38 +14,24 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.training import lines, plan, result
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.saved_config import facts
-from ddp_mnist.training.versions import code_digest, git_commit, package_versions
+from ddp_mnist.training.versions import code_digest, git_commit
 from tests.training import recipe_of
 
 
-def world(device: str = "cpu") -> Any:
-    accelerator: Any = SimpleNamespace(device=torch.device(device), num_processes=1)
-    store: Any = None
-    computing: Any = {"device": device, "backend": "gloo", "precision": "bf16"}
-    counts: Any = {"num_machines": 1, "local_rank": 0, "threads": 1, "started": 0.0}
-    return World(**computing, **counts, compile_options={}, accelerator=accelerator, store=store)
-
-
-def test_device() -> None:
-    devices = {"cpu": "cpu", "cpu:1": "cpu", "cuda:1": "cuda:1", "cuda": "cuda:0"}
-    assert {name: world(name).device_name for name in devices} == devices
-
-
-def test_facts_are_what_has_to_be_equal() -> None:
+def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
+    """Not what was asked for, such as `auto`, nor what is each rank's own."""
     images: Any = SimpleNamespace(digest="abc", left_out=[])
-    recipe = recipe_of(epochs=3)
-    config = ResolvedConfig(RunFlags(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
-    found = facts(config, world(), images)
-    assert (found["--epochs"], found["--seed"]) == (3, 0)
-    # what is in effect, not what was asked for
-    assert (found["--mixed-precision"], found["--backend"]) == ("bf16", "gloo")
-    assert found["the data's digest"] == "abc"
-    assert found["the code's digest"] == code_digest()
-    assert found["torch"] == package_versions()["torch"]
-    run = RunFlags(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
-    other_rank = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
-    other = ResolvedConfig(run, other_rank, recipe=recipe)
-    assert facts(other, world(), images) == found
+    world: Any = SimpleNamespace(backend="gloo", precision="bf16", compiled_by=None)
+    own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
+    first, second = (
+        facts(ResolvedConfig(run, distribution, recipe=recipe_of()), world, images)
+        for run, distribution in (
+            (RunFlags(dataset="digits"), Distribution(mixed_precision="auto", backend="auto")),
+            (RunFlags(dataset="/data", run_dir="x", cache_dir="y", quiet=True), own),
+        )
+    )
+    assert first == second
+    assert (first["--mixed-precision"], first["--backend"]) == ("bf16", "gloo")
 
 
 def test_step_line() -> None:
@@ -60,7 +44,6 @@ def test_step_line() -> None:
     assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
     line |= {"loss": None, "images_per_second": 0.0}
     assert lines.step_line(line, 1, 10, None) == "step  1/10  loss not finite  lr 0.00990"
-    assert lines.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
@@ -79,13 +62,10 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
         " steps, mirrored, cropped, coloured, label smoothing 0.1 (the training loss levels off"
         " near 0.2)"
     )
-    typed = said(epochs=2, lr=0.01, augment=False, seed=1, metrics=["f1", "recall"])
-    assert typed.startswith("fast, chosen for 327 pictures: muon, learning rate up to 0.01 in")
-    typed_flags = "--epochs 2, --lr 0.01, --no-augment, --metrics f1,recall"
-    assert "steps, not augmented, label smoothing 0.1 (the" in typed
-    assert typed.endswith(f"near 0.2); typed: {typed_flags}")
-    on = said(resumes=True, epochs=9)
-    assert on.startswith("fast, kept for 327 pictures: ") and on.endswith("; typed: --epochs 9")
+    on = said(resumes=True, epochs=9, augment=False, seed=1, metrics=["f1", "recall"])
+    assert on.startswith("fast, kept for 327 pictures: muon, learning rate up to 0.02 in")
+    assert "steps, not augmented, label smoothing 0.1 (the" in on
+    assert on.endswith("near 0.2); typed: --epochs 9, --no-augment, --metrics f1,recall")
 
 
 def of_classes(tests: int = 0, **counts: int) -> Any:
@@ -105,17 +85,11 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
         "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
     }
-    seen_alike = plan.by_class(of_classes(**{"a": 4, " a": 31, "a\n": 3, "": 32}))
-    assert seen_alike == {
-        "classes": "a: 3, ' a': 30, 'a\\n': 2, '': 31",
-        "hint": "few train images of 'a\\n' 2, a 3: below 20 a class is hard to learn; add some",
-    }
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
     more = ", or let rare classes count more by --class-weights balanced"
     assert plan.by_class(rare)["hint"] == hint + more
     assert plan.by_class(rare, "balanced")["hint"] == hint
-    assert "hint" not in plan.by_class(of_classes(ladybird=1000, bee=21))
     many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
@@ -129,12 +103,6 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
     for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
         assert plan.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
-    images = of_classes(0, fly=13, bee=5)
-    images.rows.update(train=np.array([13]), validation=np.arange(17))
-    assert plan.by_class(images)["hint"] == (
-        "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
-        " give a smaller --val-size"
-    )
 
 
 def test_epoch_line() -> None:
@@ -143,9 +111,6 @@ def test_epoch_line() -> None:
     assert lines.epoch_line(1, 10, means, decided, "accuracy") == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
         "  recall undefined"
-    )
-    assert lines.epoch_line(0, 1, {**means, "loss": None, "score": None}, None, "accuracy") == (
-        "epoch 1/1  loss not finite  12,346 images/s"
     )
 
 
@@ -158,16 +123,14 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result, "program", lambda: "ddp-mnist")
     folder = RunFolder()
     folder.path = Path("run")
-    assert result.last_lines(outcome, folder).splitlines() == [
+    scored = {**outcome, "metrics": {"f1": 0.98761, "own:score": 0.5}}
+    assert result.last_lines(scored, folder).splitlines() == [
         "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
+        "and        f1 0.9876, own:score 0.5000",
         "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",
         "written to run",
         "see        ddp-mnist report run",
     ]
-    scored = {**outcome, "metrics": {"f1": 0.98761, "own:score": 0.5}}
-    assert result.last_lines(scored, folder).splitlines()[1] == (
-        "and        f1 0.9876, own:score 0.5000"
-    )
     for accuracy, images, is_guessed in (
         (0.11, [1000] * 10, True),
         (0.5, [1000] * 10, False),
@@ -178,39 +141,14 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("careful    " in result.last_lines(changed, folder)) is is_guessed
 
 
-def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under make no environment is active, and the command is not on the path."""
-    venv = Path.cwd() / ".venv" / "bin"
-    for found, python, called in (
-        (str(venv / "ddp-mnist"), "/py", "ddp-mnist"),
-        (None, str(venv / "python"), ".venv/bin/python -m ddp_mnist"),
-        (None, "/py", "/py -m ddp_mnist"),
-    ):
-        monkeypatch.setattr(result.shutil, "which", lambda _, found=found: found)
-        monkeypatch.setattr(result.sys, "executable", python)
-        assert result.program() == called
-
-
-def test_versions_are_those_of_all_packages() -> None:
-    found = package_versions()
-    packages = {"torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors"}
-    assert found.keys() == packages | {"python"}
-    assert all(found[package] == version(package) for package in packages)
-    assert torch.__version__.startswith(found["torch"].partition("+")[0])
-
-
 def test_the_codes_digest_changes_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert code_digest() == code_digest()
-    monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(tmp_path / "summary.py"))
+    monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(tmp_path / "a" / "b.py"))
     (tmp_path / "train.py").write_text("a = 1\n")
     before = code_digest()
-    (tmp_path / "notes.txt").write_text("no code")
-    assert code_digest() == before
     (tmp_path / "train.py").write_text("a = 2\n")
     assert code_digest() != before
-    assert len(before) == 16
 
 
 def test_the_commit_is_that_of_the_checkout(
@@ -227,8 +165,6 @@ def test_the_commit_is_that_of_the_checkout(
     monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(code))
     assert git_commit() is None  # no checkout
     git("init", "-q")
-    git("commit", "-qm", "somebody else's", "--allow-empty")
-    assert git_commit() is None  # in a checkout, but not a part of it
     git("add", "ddp_mnist")
     git("commit", "-qm", "ours")
     git("tag", "v1")
@@ -236,5 +172,3 @@ def test_the_commit_is_that_of_the_checkout(
     assert git_commit() == commit
     code.write_text("a = 2\n")
     assert git_commit() == commit + "+"
-    monkeypatch.setenv("PATH", "")
-    assert git_commit() is None  # no git

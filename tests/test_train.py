@@ -1,24 +1,23 @@
 import contextlib
 import io
+import json
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import PRESETS, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.files import read_json
-from ddp_mnist.verbs import report
-from ddp_mnist.verbs.evaluate import evaluate_run
-from ddp_mnist.verbs.flags import Evaluate, Report
 from ddp_mnist.verbs.verify import watch
+from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx
 from tests.training import apart, check_equal, metrics, status, told_once, what_it_says, with_flags
 
@@ -98,15 +97,6 @@ def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) 
     assert first == {"none": None, "fp16": 0, "bf16": 0, "powersgd": 31}
 
 
-def test_fp32_after_one_step_on_two_processes_is_near_one(tmp_path: Path) -> None:
-    # One batch is the whole epoch; the rate is that of a default run's first step.
-    recipe = {"epochs": 1, "batch_size": 1150, "lr": 1e-4, "warmup": 0}
-    for size in (1, 2):
-        config = with_flags(watch.proof_config(f"on{size}", **recipe), mixed_precision="no")
-        assert run_world(size, watch.just_train, config, folder=tmp_path)[0]["steps"] == 1
-    assert apart(tmp_path / "on2", tmp_path / "on1") < 1e-5
-
-
 def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     run, seen = one_process
     names = "checkpoints config.json metrics.jsonl model.safetensors status.json summary.json"
@@ -114,12 +104,7 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert {path.name for path in run.iterdir()} == set(names.split())
     summary = read_json(run / "summary.json")
     assert summary == seen.summary
-    required = (
-        "test_accuracy test_loss test_count confusion val_accuracy epochs steps skipped_steps"
-        " resumed_from global_batch_size world_size num_machines device backend precision seed"
-        " train_seconds total_seconds images_per_second dataset versions git outcome"
-    )
-    assert set(required.split()) <= summary.keys()
+    assert summary["versions"]["torch"] == version("torch")
     assert (summary["precision"], summary["device"]) == ("fp64", "cpu")
     assert summary["test_count"] == 360 == sum(map(sum, summary["confusion"]))
     right = sum(summary["confusion"][c][c] for c in range(10))
@@ -141,22 +126,6 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert (saved["batch_size"], saved["val_size"]) == (72, 287)
 
 
-def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
-    # a rate so high that later epochs get worse
-    config = watch.proof_config(epochs=40, patience=2, lr=0.05, warmup=0.9, model="mlp")
-    [summary] = run_world(1, watch.just_train, config, folder=tmp_path)
-    assert summary["stopped_by"] == "--patience"
-    lines = metrics(tmp_path / "run", "val_accuracy")
-    accuracies = [line["val_accuracy"] for line in lines]
-    best = accuracies.index(max(accuracies))
-    assert len(accuracies) == best + 3
-    assert summary["val_accuracy"] == max(accuracies)
-    for split, accuracy in (("validation", max(accuracies)), ("test", summary["test_accuracy"])):
-        flags = Evaluate(str(tmp_path / "run"), split)
-        again = evaluate_run(flags, Distribution(cpu=True), Launch())
-        assert again and again["accuracy"] == accuracy
-
-
 def test_fault_24_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> None:
     # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
     config = watch.proof_config(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0)
@@ -172,7 +141,9 @@ def of_a_folder(**changes: Any) -> TrainConfig:
     return with_flags(config, dataset="data/set", cache_dir="cache", **changes)
 
 
-def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path) -> None:
+def test_a_folder_given_relative_to_here_is_found_from_elsewhere(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By evaluate, report and --resume, each in another working directory."""
     here, there = tmp_path / "here", tmp_path / "there"
     write_idx(here / "data" / "set")
@@ -180,20 +151,13 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path)
     run_world(1, watch.just_train, of_a_folder(), folder=here)
     told = read_json(here / "run" / "config.json")["run"]
     assert (told["dataset"], told["cache_dir"]) == (f"{here}/data/set", f"{here}/cache")
-    [(counted, reported)] = run_world(1, evaluate_and_report, "../here/run", folder=there)
-    assert (counted, "cannot be shown" in reported) == (5, False)
+    monkeypatch.chdir(there)
+    assert json.loads(typed("evaluate", "../here/run", "--json").succeeds())["count"] == 5
+    typed("report", "../here/run").succeeds()
     more = watch.resumed(of_a_folder(run_dir="../here/run"), epochs=3)
     [summary] = run_world(1, watch.just_train, more, folder=there)
     assert summary["resumed_from"] == [6]
     assert list(there.iterdir()) == []
-
-
-def evaluate_and_report(run: str) -> tuple[int, str]:
-    counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
-    assert counted
-    reported = report.read_run(Path(run))
-    report.find_mistakes(reported, Report(run))
-    return counted["count"], reported.no_mistakes
 
 
 def test_a_folder_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
@@ -261,6 +225,3 @@ def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: P
     both = run_world(2, on_two_machines, stopped, 5, folder=tmp_path)
     assert [code for _, code in both] == [143, 143]
     assert both[1][0].splitlines() == [joined]
-
-    quiet = with_flags(loud, dry_run=True, quiet=True)
-    assert run_world(2, on_two_machines, quiet, folder=tmp_path) == [("", 0), ("", 0)]

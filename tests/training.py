@@ -13,13 +13,11 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, TrainConfig
-from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import STATUS
 from ddp_mnist.verbs.verify.watch import just_train, largest_difference, train_until, weights_of
-from tests.data_sets import of
 
 
 def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
@@ -31,13 +29,6 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
     return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
-
-
-def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
-    """Return the flags as one process resolves them for these images."""
-    recipe = resolve_recipe(config.recipe, len(of(images, "train").labels), 1)
-    parts = (config.run, config.distribution, config.typed, config.resumes)
-    return ResolvedConfig(*parts, recipe=recipe)
 
 
 def recipe_of(processes: int = 1, **recipe: Any) -> ResolvedRecipe:
