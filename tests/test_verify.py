@@ -209,15 +209,6 @@ def test_what_differs_is_counted_and_bounded() -> None:
     assert [check.status for check in bounded] == [PASS, FAIL, FAIL]
 
 
-def test_a_run_that_was_not_interrupted_proves_nothing(
-    one: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proofs, "STOPS_AT", 1000)
-    check = proofs.resume_is_exact(one["adamw"])
-    assert check.status == FAIL
-    assert "1 of 50 weights and log lines differ" in check.text
-
-
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "watched_run", Mock(side_effect=ConnectionError("was killed")))
     [check] = proofs.verify([2, 3], MLP, on_gpu=False)
@@ -225,32 +216,13 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
     assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 
 
-def test_the_numbers_of_processes_that_can_be_compared() -> None:
-    assert proofs.sizes_up_to(2) == [2]
-    assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
-
-
-@pytest.mark.parametrize(("device", "run"), [("cpu", "adamw"), ("cpu", "sgd"), ("cuda", "adamw")])
-def test_training_on_a_gpu_is_compared_with_the_cpu(
-    device: str, run: str, one: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the CPU stands in for the GPU; another optimizer for a GPU that computes wrong."""
-
-    def trained(size: int, folder: Path, config: TrainConfig, name: str) -> Watched:
-        there = config.distribution
-        assert (there.cpu, there.backend, name) == (device == "cpu", "gloo", device)
-        assert folder == one["adamw"].folder.parent
-        assert size in (1, 2)
-        return one[run]
-
-    monkeypatch.setattr(proofs, "watched_run", trained)
-    shown = [f"{check.status} {check.text}" for check in proofs.equal_on(device, one["adamw"])]
-    if device == "cuda":  # which proves nothing
-        assert shown == ["FAIL 1 process: trained on cpu"]
-        return
-    status, end = (PASS, "") if run == "adamw" else (FAIL, ", must be at most 1e-09")
+def test_training_on_a_gpu_is_compared_with_the_cpu(one: Runs) -> None:
+    """Here the CPU stands in for the GPU; where no GPU is used, nothing is proven."""
+    shown = [f"{check.status} {check.text}" for check in proofs.equal_on("cpu", one["adamw"])]
     for text, who in zip(shown, ("1 process", "2 processes"), strict=True):
-        assert re.fullmatch(rf"{status} {who}: weights on cpu, 45 steps, off by \S+{end}", text)
+        assert re.fullmatch(rf"PASS {who}: weights on cpu, 45 steps, off by \S+", text)
+    [check] = proofs.equal_on("cuda", one["adamw"])
+    assert (check.status, check.text) == (FAIL, "1 process: trained on cpu")
 
 
 def test_a_gpu_that_is_not_there_is_refused(typed: Typed) -> None:
