@@ -388,7 +388,6 @@ class Comes(NamedTuple):
     dies_after_s: float = 0  # it is killed then
     restarts: int = 0  # that its own launcher counted
     twice: bool = False
-    waits_s: float = 15
 
 
 def come(size: int, *places: Comes) -> Any:
@@ -405,7 +404,7 @@ def come(size: int, *places: Comes) -> Any:
     launch, tokens = find_launch(Distribution(), os.environ | said), []
     try:
         for _ in range(1 + this.twice):
-            store = meet(launch, this.waits_s)
+            store = meet(launch, 15)
             tokens.append(store.decide_for_all("tokens", os.urandom(8).hex(), list))
             if this.dies_after_s:
                 time.sleep(60)
@@ -461,12 +460,3 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
     assert isinstance(died, ConnectionError)
     assert len(met) == 3
     assert len(set(met[0][0])) == 3
-
-
-def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list[Any]]) -> None:
-    """After all have met it waits for the next meeting, as a restarted one has to."""
-    works = [Comes(rank, dies_after_s=2.5) for rank in range(2)]
-    *_, second = come_together(2, *works, Comes(1, 0.8, waits_s=1))
-    assert str(second).startswith("127.0.0.1:")
-    assert "rank 0 did not meet this one within 1 s; see what the others" in str(second)
-    assert str(second).endswith("; a meeting is over: is there a second rank 1?")
