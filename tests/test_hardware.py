@@ -12,8 +12,10 @@ from ddp_mnist.cluster.device import set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.system import limits
 from tests.commands import python
+from tests.training import what_it_says
 
 FORKS = """
 import multiprocessing, os
@@ -90,6 +92,20 @@ def test_gpus_that_torch_does_not_see_are_told(
     assert re.match(rf"GPUs: {words}\) .*, so this trains on the CPU; ", capsys.readouterr().err)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.unused_gpus() == ""
+
+
+def said_beside(devices: str) -> str:
+    """Return what a dry run prints beside GPUs that torch does not see."""
+    hardware.DEVICES = Path(devices)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
+
+
+def test_the_plan_tells_it_too(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    [said] = run_world(1, said_beside, str(tmp_path), folder=tmp_path)
+    assert "GPUs: 1 in /dev, but torch (built for " in said
+    assert f"sees none, so this trains on the CPU; {hardware.GPU_FIX}\n" in said
 
 
 def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`train --inject` makes the mistake that it names, says so, and does nothing without the flag."""
+"""`train --inject` makes the mistake that it names, and says so in all that the run leaves."""
 
 import shutil
 from collections.abc import Iterator
