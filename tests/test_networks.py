@@ -78,7 +78,7 @@ def test_fault_51_addresses_that_do_not_meet_are_named(tmp_path: Path) -> None:
     with Hosts(2, ip=6) as hosts:
         for index, name in enumerate(hosts.names):
             run("ip", "-n", name, "addr", "add", f"10.8{index}.0.1/24", "dev", "eth0")
-        _, second = ends_of(train(hosts, tmp_path, "--dist-timeout", "15"))
+        _, second = ends_of(train(hosts, tmp_path, "--start-timeout", "60", "--dist-timeout", "5"))
     assert second.code == 6
     offers = "(rank 0 is at 10.80.0.1 (eth0), rank 1 is at 10.81.0.1 (eth0)); open all TCP ports"
     assert offers in second.err
