@@ -430,7 +430,7 @@ def come_together(tmp_path: Path) -> Callable[..., list[Any]]:
     return together
 
 
-def test_restarted_processes_meet_whatever_each_launcher_counted(
+def test_fault_44_restarted_processes_meet_whatever_each_launcher_counted(
     come_together: Callable[..., list[Any]],
 ) -> None:
     """A launcher counts its own restarts alone, and one that joins later begins at 0."""

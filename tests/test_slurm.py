@@ -259,7 +259,7 @@ def doing(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Do
 
 
 @pytest.mark.parametrize("what", DONE, ids=lambda what: what.__name__)
-def test_slurm(what: Callable[..., object], doing: Doing) -> None:
+def test_fault_41_slurm(what: Callable[..., object], doing: Doing) -> None:
     doing[what].result()
 
 
