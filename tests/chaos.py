@@ -16,13 +16,11 @@ import psutil
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.run import TrainConfig
-from ddp_mnist.errors import PeerError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import STATUS, SUMMARY
 from ddp_mnist.verbs.verify.watch import just_train, resumed, what_stays
-from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
-from tests.training import told_once
+from tests.commands import Started
 
 RECIPES = {
     "plain": "",
@@ -32,7 +30,6 @@ RECIPES = {
 }
 FLAGS = "--dataset digits --epochs 6 --batch-size 72 --log-every 7 --checkpoint-every 4 --quiet"
 FLAGS += " --mixed-precision no --dist-timeout 20 --run-dir"
-HUSH = {"OMP_NUM_THREADS": "1"}
 # A lost rank ends the others within 5 s; later where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -53,7 +50,6 @@ class Chaos:
     folder: Path
     recipe: str  # a name from RECIPES
     size: int  # number of processes
-    launcher: str  # none (the forkserver), torchrun or accelerate
     chance: random.Random  # draws the moments
     hits: Counter[str]  # of each fault, and of each phase that one came in
 
@@ -62,66 +58,47 @@ class Chaos:
         started = self.start(run)
         wait_until(lambda: checkpoint.newest_first(run))
         first = time.time()
-        wait_for(started)
+        started.outcomes()
         self.seconds = (run / SUMMARY).stat().st_mtime - first
         self.unbroken = what_stays(run)
 
-    def start(self, run: Path, resume: bool = False) -> LocalWorld | Started:
-        if self.launcher == "none":
-            config = config_of(self.recipe, run)
-            config = resumed(config) if resume else config
-            return LocalWorld(self.size, just_train, config, folder=self.folder)
-        launcher = [*TORCHRUN, "--standalone", "--nproc-per-node"]
-        if self.launcher == "accelerate":
-            launcher = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--num_processes"]
-        again = ["--resume", str(run), "--mixed-precision", "no"]
-        flags = again if resume else flags_of(self.recipe, run)
-        return Started([*launcher, str(self.size), *TRAIN, *flags], self.folder, HUSH)
+    def start(self, run: Path, resume: bool = False) -> LocalWorld:
+        config = config_of(self.recipe, run)
+        config = resumed(config) if resume else config
+        return LocalWorld(self.size, just_train, config, folder=self.folder)
 
     def hit(self, run: Path, fault: str) -> None:
-        """Hit one run, resume it, perhaps hit it again, and compare.
+        """Hit one run, resume it, and compare; test_resume.py goes on twice.
 
         A hit that finds the run finished proves nothing, and is repeated.
         """
-        while not self._hit(self.start(run), run, fault, self.seconds):
+        while not self._hit(self.start(run), run, fault):
             self.hits["too late, repeated"] += 1
             shutil.rmtree(run)
-        steps = [newest_step(run)]
-        if self.chance.random() < 0.25:
-            before = (run / STATUS).read_bytes()
-            started = self.start(run, resume=True)
-            wait_until(lambda: (run / STATUS).read_bytes() != before)
-            if self._hit(started, run, fault, self.seconds / 2):
-                steps.append(newest_step(run))
-        if read_json(run / STATUS)["state"] != "finished":
-            wait_for(self.start(run, resume=True))
-        taken_up = read_json(run / SUMMARY)["resumed_from"]
-        assert (taken_up[0] > 0, taken_up[-1]) == (True, steps[-1]), (taken_up, steps)
+        step = newest_step(run)
+        self.start(run, resume=True).outcomes()
+        assert read_json(run / SUMMARY)["resumed_from"] == [step]
         weights, lines = what_stays(run)
         assert weights == self.unbroken[0], f"{run}: other weights after {fault}"
         assert lines == self.unbroken[1], f"{run}: other lines after {fault}"
         assert leftovers(run) == []
         shutil.rmtree(run)
 
-    def _hit(self, started: LocalWorld | Started, run: Path, fault: str, seconds: float) -> bool:
+    def _hit(self, started: LocalWorld, run: Path, fault: str) -> bool:
         """Return whether the run was alive and unfinished when the fault came."""
         wait_until(lambda: checkpoint.newest_first(run))
-        time.sleep(self.chance.uniform(0, seconds))
+        time.sleep(self.chance.uniform(0, self.seconds))
         name, _, whom = fault.partition(" ")
         before, workers = read_json(run / STATUS), workers_of(started)
         if workers and before["state"] == "running":
-            victims = workers if whom == "all" else []
-            if whom in ("launcher", "both"):
-                victims = [psutil.Process(started.process.pid)]  # type: ignore[union-attr]
-            if whom in ("worker", "both"):
-                victims = [*victims, self.chance.choice(workers)]
+            victims = workers if whom == "all" else [self.chance.choice(workers)]
             try:
                 for victim in victims:
                     victim.send_signal(getattr(signal, name))
             except psutil.NoSuchProcess:
                 workers = []
         took = seconds_until_gone(workers)
-        wait_for(started)
+        started.outcomes()
         after = read_json(run / STATUS)
         if not workers or "finished" in (before["state"], after["state"]):
             return False
@@ -129,9 +106,8 @@ class Chaos:
         assert took < (5 if name == "SIGKILL" else 10), f"{fault}: {took:.1f} s"
         if name != "SIGKILL":
             assert (after["state"], code) == ("preempted", 130 if name == "SIGINT" else 143)
-        elif whom != "launcher" and self.size > 1:
-            # With its launcher killed first, a worker may save with the others before it dies.
-            assert code in ((6, None, 143) if whom == "both" else (6, None)), after
+        elif self.size > 1:
+            assert code in (6, None), after
         self.hits.update([fault, f"in {before['phase']}"])
         return True
 
@@ -144,10 +120,6 @@ def workers_of(started: LocalWorld | Started) -> list[psutil.Process]:
         return psutil.Process(started.process.pid).children()
     except psutil.NoSuchProcess:
         return []
-
-
-def wait_for(started: LocalWorld | Started) -> None:
-    started.outcomes() if isinstance(started, LocalWorld) else started.ended()
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.01) -> None:
@@ -183,28 +155,13 @@ def leftovers(run: Path) -> list[str]:
     return sorted({str(path.relative_to(run)) for path in found})
 
 
-def check_lost(errors: list[Any], who: int, size: int, run: Path) -> str:
-    """Check that all that are left name the lost rank in one line, told once. Return the line."""
-    assert len(errors) == size - 1
-    reported = told_once(errors, 6)
-    assert isinstance(reported, PeerError)
-    assert str(reported).startswith(f"lost contact with rank {who} of {size} (")
-    assert {str(error) for error in errors} == {str(reported)}
-    # with rank 0 nobody is left who writes it
-    expected = ("failed", 6, str(reported)) if who else ("running", None, None)
-    found = read_json(run / STATUS)
-    assert (found["state"], found["exit_code"], found["error"]) == expected
-    return str(reported)
-
-
-def chaos(folder: Path, count: int, seed: str, launcher: str, faults: list[str]) -> str:
+def chaos(folder: Path, count: int, seed: str, faults: list[str]) -> str:
     """Hit `count` runs of all recipes on 1 to 3 processes; raise at the first that differs."""
     hits, chance = Counter[str](), random.Random(seed)
     kinds: dict[tuple[str, int], Chaos] = {}
     for number in range(count):
-        sizes = [1, 2, 3] if launcher == "none" else [2, 3]
-        kind = (chance.choice(list(RECIPES)), chance.choice(sizes))
+        kind = (chance.choice(list(RECIPES)), chance.choice([1, 2, 3]))
         if kind not in kinds:
-            kinds[kind] = Chaos(folder, *kind, launcher, chance, hits)
+            kinds[kind] = Chaos(folder, *kind, chance, hits)
         kinds[kind].hit(folder / f"run-{number}", chance.choice(faults))
     return ", ".join(f"{what}: {n}" for what, n in sorted(hits.items()))

@@ -127,14 +127,6 @@ class Hosts:
         shown = subprocess.run(command, check=True, capture_output=True).stdout
         return sum(queue["drops"] for queue in json.loads(shown))
 
-    def drop_all_but(self, index: int, port: int) -> None:
-        """Put a firewall on host `index` that lets nobody in but to `port`."""
-        rules = (
-            "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
-            f" add rule inet wall in iif eth0 tcp dport != {port} tcp flags syn / syn,ack drop"
-        )
-        run("ip", "netns", "exec", self.names[index], "nft", rules)
-
     def cut(self, index: int) -> None:
         """Take host `index` off the network, as if its cable were pulled."""
         run("ip", "link", "set", f"{self.bridge}p{index}", "down")

@@ -78,9 +78,9 @@ def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
     configs = Path(run(f"python -c '{command}'").strip())
     assert configs == site / "ddp_mnist" / "accelerate_configs"
     assert {path.name: path.read_bytes() for path in configs.glob("*.yaml")} == FILES
-    run(f"ddp-mnist train {PROOF} one")
-    launch = f"accelerate launch --main_process_port 0 --config_file {configs}/multi_cpu.yaml"
-    run(f"{launch} -m ddp_mnist train {PROOF} two")
+    launch = f"accelerate launch --main_process_port 0 --config_file {configs}"
+    run(f"{launch}/cpu.yaml -m ddp_mnist train {PROOF} one")
+    run(f"{launch}/multi_cpu.yaml -m ddp_mnist train {PROOF} two")
     check_equal(here / "two", here / "one", 2)
 
     digits, summary = cache.load("digits"), read_json(here / "two" / "summary.json")
@@ -91,6 +91,5 @@ def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
     run("ddp-mnist report two", tasks="4")
     assert f"{summary['test_accuracy']:.4f}" in (here / "two" / "report.html").read_text()
     run("ddp-mnist multinode -- --dataset digits --epochs 1 --run-dir rehearsal")
-    run("ddp-mnist doctor --dataset digits")
     for verb in ("prepare --dataset digits", "export two", "verify --processes 2 --model mlp"):
         run(f"ddp-mnist {verb}", tasks="4")

@@ -15,34 +15,13 @@ import yaml
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.system.files import read_json
-from tests.commands import REPOSITORY, Started
+from tests.commands import REPOSITORY, Started, all_succeed
 
 pytestmark = pytest.mark.system
 DEPLOY = REPOSITORY / "deploy"
+OUR_PYTHON = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 # Flags beside those of a recipe: data that need no network, the smallest net
 SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
-
-
-def stand_in(folder: Path, **programs: str) -> dict[str, str]:
-    """Put programs in front of the others on the path; return the variables for that."""
-    (folder / "bin").mkdir(exist_ok=True)
-    for name, text in programs.items():
-        program = folder / "bin" / name
-        program.write_text(text)
-        program.chmod(0o755)
-    path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {"PATH": os.pathsep.join(path)}
-
-
-def run_both(command: list[str], folders: list[Path], variables: list[dict[str, str]]) -> None:
-    """Start what runs on two machines, side by side; all of it ends with 0."""
-    started = [
-        Started(command, folder, own, program=None)
-        for folder, own in zip(folders, variables, strict=True)
-    ]
-    for each in started:
-        ended = each.ended()
-        assert ended.code == 0, ended.err
 
 
 def test_the_scripts_are_clean() -> None:
@@ -94,12 +73,12 @@ def test_the_job_trains_on_two_pods(tmp_path: Path) -> None:
     command = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     command += [*container["command"], *container["args"], *SMALL]
     pods = [tmp_path / f"pod-{index}" for index in range(job["spec"]["completions"])]
-    variables = []
+    started = []
     for index, pod in enumerate(pods):
         pod.mkdir()
         given = {each["name"]: each.get("value", str(index)) for each in container["env"]}
-        variables.append(given | stand_in(pod))
-    run_both(command, pods, variables)
+        started.append(Started(command, pod, given | OUR_PYTHON, program=None))
+    all_succeed(started)
     assert read_json(pods[0] / "runs" / "job" / "summary.json")["world_size"] == 2
     assert not (pods[1] / "runs").exists()  # only rank 0 needs the disk
 
@@ -115,10 +94,12 @@ def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
         "PET_MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    variables |= stand_in(tmp_path)
-    nodes = [{**variables, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
-    command = [*trainer["command"], *trainer["args"], *SMALL]
-    run_both(command, [tmp_path] * 2, nodes)
+    started = []
+    for rank in range(trainer["numNodes"]):
+        own = variables | OUR_PYTHON | {"PET_NODE_RANK": str(rank)}
+        words = [*trainer["command"], *trainer["args"], *SMALL]
+        started.append(Started(words, tmp_path, own, program=None))
+    all_succeed(started)
     summary = read_json(tmp_path / "runs" / "trainjob" / "summary.json")
     assert (summary["world_size"], summary["num_machines"]) == (2, 2)
 

@@ -29,7 +29,6 @@ from ddp_mnist.training.faults import leave_out_last_parameter
 from ddp_mnist.verbs.check_result import (
     FAIL,
     PASS,
-    WARN,
     CheckResult,
     failed,
     passed,
@@ -73,13 +72,10 @@ ONE_CORE = {f"{LIMITS}.cores": always(1)}
 NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
 NO_HUB = {"ddp_mnist.data.tables.why_out_of_reach": always("no route to host")}
-VERSIONS = {"python": "3", "accelerate": "missing"}
-MISSING = {f"{M}.package_versions": always(VERSIONS), f"{M}.PACKAGES": ("accelerate",)}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
 ONE_SEEN = {f"{H}.DEVICES": HERE, f"{H}.gpus": always(1), f"{H}.unused_gpus": always("")}
 ONE_SEEN |= {f"{M}.run_world": always([[]]), "torch.cuda.nccl.version": always((2, 30))}
 SOME_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None, f"{H}.gpus_shown": always(8)}
-SOME_CHOSEN = SOME_SEEN | {"CUDA_VISIBLE_DEVICES": "3"}
 HIDDEN_GPU = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
 PRODUCT = "torch.Tensor.__matmul__"
 BROKEN = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
@@ -88,11 +84,9 @@ TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 # What is patched (names without a dot are environment variables), the check, and its result
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     ({f"{M}.version": always("2.13")}, machine.software, "FAIL .* needs torch>=.* -> .*make venv"),
-    (MISSING, machine.software, "FAIL packages: accelerate is missing -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES=-1"),
     (SOME_SEEN, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
-    (SOME_CHOSEN, machine.processors, "PASS GPUs: 1 of the 8 in /dev, .* -> $"),
     ({PRODUCT: wrong_product}, machine.processors, "FAIL cpu: .* 1 wrong numbers .* -> do not tra"),
     ({PRODUCT: BROKEN}, machine.processors, r"FAIL cpu: .* \(CUDA error: .* -> see nvidia-s"),
     (ONE_CORE, machine.capacity, "WARN cores: 1 core, for 2 processes -> start at most 1, or"),
@@ -120,12 +114,6 @@ def only(results: Iterable[CheckResult | str]) -> CheckResult:
 def checked(results: Iterable[CheckResult | str]) -> list[CheckResult]:
     """Return the results without the lines that are shown between them."""
     return [each for each in results if isinstance(each, CheckResult)]
-
-
-def assert_found(result: CheckResult, status: str, text: str, fix: str) -> None:
-    assert result.status == status
-    assert text in result.text
-    assert fix in result.fix
 
 
 def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -160,7 +148,6 @@ def test_a_fault_of_the_machine_is_named(
 def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
     tmp_path: Path, typed: Typed
 ) -> None:
-    """And once its advice is followed, the data is in the cache, as training takes it."""
     own, cached = write_noise(tmp_path / "own", *flat()), tmp_path / "cache"
     options = Doctor(dataset=str(own), cache_dir=str(cached))
     command = ("train", "--dry-run", "--model", "mlp", "--dataset", own, "--cache-dir", cached)
@@ -169,13 +156,6 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
     wrong, refused = only(machine.data_set(options)), typed(*command)
     assert (wrong.status, wrong.name) == (FAIL, "data")
     assert refused.err == f"ddp-mnist: error: {wrong.text}; {wrong.fix} (code 3)\n"
-    first.rename(tmp_path / "cut short.png")
-    with patch.object(dist, "is_initialized", lambda: True):
-        unread = only(machine.data_set(options))
-    fix = f"ddp-mnist prepare --dataset {own} on each machine"
-    assert_found(unread, WARN, "own is not in the cache, so it was not read", fix)
-    assert_found(only(machine.data_set(options)), PASS, "own is in the cache", "")
-    typed(*command, "--test-size", 4).succeeds()
 
 
 def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
@@ -185,8 +165,7 @@ def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(machine, "CHECKS", (broken, machine.data_set))
     first, second = checked(machine.check_machine(Doctor(dataset="digits")))
-    assert first.name == "broken"
-    assert_found(first, FAIL, "could not be checked (ValueError: no idea)", "")
+    assert line(first).startswith("FAIL broken: could not be checked (ValueError: no idea)")
     assert second.status == PASS
 
 
@@ -224,7 +203,6 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     digits = dataclasses.replace(cache.load("digits"), digest="0" * 64)
     older = {**group.package_versions(), "torch": "2.14.0"}
     variables = {"NCCL_ALGO": "Ring", "GLOO_SOCKET_IFNAME": "ib0"}
-    logs = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "NET"}
     none = contextlib.nullcontext()
     same, right = group.same_everywhere, group.right_results
     for name, fault, check in (
@@ -232,7 +210,6 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("version", patch.object(group, "package_versions", lambda: older), same),
         ("code", patch.object(group, "code_digest", lambda: "0"), same),
         ("variable", patch.dict(os.environ, variables), same),
-        ("variables that may differ", patch.dict(os.environ, logs), same),
         ("data", patch.object(group.cache, "cached", always(digits)), same),
         ("no data", patch.object(group.cache, "cached", always(None)), same),
         ("collectives", none, right),
@@ -294,7 +271,6 @@ FOUND = {
     "machine": "PASS machine: [^:]+: 3 of 3 checks passed -> $",  # one line for both ranks
     "burn-in": "PASS burn-in: 1 round in 0.001 minutes, .* images/s at first and .* at last -> $",
     "same": "PASS same: versions, code and data of 2 processes are equal -> $",
-    "variables that may differ": "PASS same: versions, code and data of 2 processes are equal -> $",
     "collectives": "PASS collectives: right on every rank: broadcast, all-reduce, .*, barrier -> $",
 }
 
@@ -308,48 +284,34 @@ def test_what_is_found_in_the_group(fault: str, expected: str, found: Found) -> 
 
 
 def test_what_else_is_found_in_the_group(found: Found) -> None:
-    warning, counted = found["narrow machine"]
-    host, counts = counted.text.split(": ")
-    assert (counted.status, counts) == (PASS, "2 of 3 checks passed")
-    assert warning.text.startswith(f"{host}: ")
     # A damaged transfer shows in each, but in the barrier, which carries nothing.
     assert sorted(result.name for result in found["damaged"]) == sorted(COLLECTIVES)
     sizes = ("1 KB", "64 KB", "1 MB", "16 MB")
     assert list(only(found["speeds"]).figures) == [f"all-reduce of {size}, ms" for size in sizes]
 
 
-def check_with_an_error(rank: int, name: str) -> tuple[list[CheckResult], float]:
-    """Return what is found if a check, or a collective, ends with an error on one rank."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no route to host")
-
-    flags = Distribution(cpu=True, dist_timeout=2 if name == "scatter" else 90)
-    options, started = Doctor(dataset="digits", json=True), time.monotonic()
-    fault = patch.object(*{"scatter": (dist, name), "compute_s": (group, name)}[name], fail)
+def check_with_an_error() -> tuple[list[CheckResult], float]:
+    """Return what is found if a check ends with an error on rank 1."""
+    error = Mock(side_effect=RuntimeError("no route to host"))
+    flags, started = Distribution(cpu=True, dist_timeout=90), time.monotonic()
     with (
-        fault if int(os.environ["RANK"]) == rank else contextlib.nullcontext(),
-        patch.object(group, "CHECKS", (group.same_everywhere, group.right_results, group.slowest)),
+        on_rank_1(patch.object(group, "compute_s", error)),
+        patch.object(group, "CHECKS", (group.same_everywhere, group.slowest)),
     ):
-        return checks.check_together(options, flags, machines=False), time.monotonic() - started
+        results = checks.check_together(Doctor(dataset="digits", json=True), flags, machines=False)
+        return results, time.monotonic() - started
 
 
-@pytest.mark.parametrize(
-    ("rank", "function", "name"),
-    [(0, "compute_s", "slowest"), (1, "compute_s", "slowest"), (1, "scatter", "scatter")],
-)
-def test_an_error_on_one_rank_is_told_to_all_after_what_was_found_before(
-    rank: int, function: str, name: str, tmp_path: Path
-) -> None:
-    both = run_world(2, check_with_an_error, rank, function, folder=tmp_path)
+def test_an_error_on_one_rank_is_told_to_all_after_what_was_found_before(tmp_path: Path) -> None:
+    both = run_world(2, check_with_an_error, folder=tmp_path)
     for results, seconds in both:
         assert seconds < 90  # --dist-timeout
         assert [result.name for result in results][:2] == ["rendezvous", "same"]
         assert worst(results) == FAIL
-    found = [result for result in both[0][0] if result.status == FAIL and result.name == name]
-    text = rf"rank {rank} \(.*\): no route to host"
-    assert len([result for result in found if re.fullmatch(text, result.text)]) == 1
-    assert all("see what the other" in result.fix for result in found)
+    [found] = [result for result in both[0][0] if result.status == FAIL]
+    assert re.match(
+        r"FAIL slowest: rank 1 \(.*\): no route to host -> see what the other", line(found)
+    )
 
 
 def test_processes_that_end_early_are_a_failure(monkeypatch: Patch) -> None:
@@ -358,14 +320,6 @@ def test_processes_that_end_early_are_a_failure(monkeypatch: Patch) -> None:
     result = only(checks.check_processes(2, Doctor(json=True), Distribution()))
     expected = "FAIL processes: 2 of this machine: ConnectionError: was killed -> .*dmesg"
     assert re.match(expected, line(result))
-
-
-def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.local_world.gpus", lambda: 1)
-    with patch.object(checks, "run_world", Mock(return_value=[[]])) as started:
-        assert checks.check_processes(2, Doctor(json=True), Distribution()) == []
-    size, _, _, distribution, _ = started.call_args.args
-    assert (size, distribution.backend, distribution.cpu) == (2, "gloo", False)
 
 
 # --- On a terminal

@@ -2,7 +2,6 @@
 
 Their command is that of deploy/README.md. At every step the loss has to be that of one process
 which nothing disturbed, in float64, and so the images that were drawn; at the end, the weights.
-Most of the time an agent waits for another one. So both runs go on at once.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM
 
@@ -33,12 +31,10 @@ PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
 # more, not 30.
 HASTE = "keep_alive_interval=1,keep_alive_max_attempt=15,last_call_timeout=5"
 
-Start = Callable[..., Started]
-
 
 @contextlib.contextmanager
-def agents(folder: Path) -> Iterator[Start]:
-    """Yield a function that starts the agent of one of two hosts, with more variables.
+def agents(folder: Path) -> Iterator[Callable[[int], Started]]:
+    """Yield a function that starts the agent of one of two hosts.
 
     The hosts share a disk, `folder`, and the agent of host 1 serves the rendezvous.
     """
@@ -47,7 +43,7 @@ def agents(folder: Path) -> Iterator[Start]:
     train = proof(Path("run"), *flags, "--model", "slow:Slow", "--lr", "0.01")
     with Hosts(2) as hosts:
 
-        def agent(index: int, variables: dict[str, str]) -> Started:
+        def agent(index: int) -> Started:
             torchrun = COMMAND[1 : COMMAND.index("-m")]
             for flag, value in (
                 ("--rdzv-endpoint", f"{hosts.address(1)}:29400"),
@@ -56,7 +52,7 @@ def agents(folder: Path) -> Iterator[Start]:
             ):
                 torchrun[torchrun.index(flag) + 1] = value
             command = hosts.command(index, sys.executable, *TORCHRUN, *torchrun, *train)
-            own = {"OMP_NUM_THREADS": "1", **variables}
+            own = {"OMP_NUM_THREADS": "1", **CAN_JOIN}
             started.append(Started(command, folder, own, program=None))
             return started[-1]
 
@@ -85,12 +81,6 @@ def resume_once_told_to_end(worker: psutil.Process) -> None:
     worker.resume()
 
 
-def counted(agent: Started) -> int:
-    """Return how many restarts the agent has counted, as its worker was told."""
-    [worker] = workers_of(agent)
-    return int(worker.environ()["TORCHELASTIC_RESTART_COUNT"])
-
-
 def trains_on(run: Path, agent: Started) -> int:
     """Return the step of the newest checkpoint so far, once there is another one."""
     step = newest_step(run)
@@ -100,41 +90,28 @@ def trains_on(run: Path, agent: Started) -> int:
     return step
 
 
-# --- What happens to a run
-
-
-def goes_on_without_a_machine_that_is_lost(start: Start, run: Path) -> None:
-    """First one process is lost; then a machine, with rank 0. The variable is not set."""
-    zero, one = start(0, {}), start(1, {})
-    trains_on(run, zero)
-    [lost], [frozen] = workers_of(zero), workers_of(one)
-    frozen.suspend()  # else it may end by itself, and be counted
-    lost.kill()
-    resume_once_told_to_end(frozen)
-    first = trains_on(run, zero)
-    assert (counted(zero), counted(one)) == (1, 0)  # they met nevertheless
-    kill(zero)
-    second = newest_step(run)
-    ended = one.ended(PATIENCE_S)
-    assert ended.code == 0, ended.err
-    assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    assert f"resumed    after step {second}; changed: world size 2 -> 1" in ended.out
-
-
-def is_joined_again_by_a_machine_that_was_lost(start: Start, run: Path) -> None:
+def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
+    tmp_path: Path, alone: Path
+) -> None:
     """Rank 0 moves to the other machine, and back."""
-    zero, one = start(0, CAN_JOIN), start(1, CAN_JOIN)
-    trains_on(run, zero)
-    kill(zero)
-    first = trains_on(run, one)
-    [alone_now] = workers_of(one)
-    alone_now.suspend()  # else it may be through before the other is back
-    back = start(0, CAN_JOIN)
-    resume_once_told_to_end(alone_now)
-    wait_until(lambda: len(workers_of(back)) == 1, PATIENCE_S)
-    second = trains_on(run, back)
-    assert (counted(back), counted(one)) == (0, 1)
-    both = [agent.ended(PATIENCE_S) for agent in (back, one)]
+    require_hosts()
+    require_flock(tmp_path)  # else the lock of a lost machine stays
+    run = tmp_path / "run"
+    with agents(tmp_path) as start:
+        zero, one = start(0), start(1)
+        trains_on(run, zero)
+        kill(zero)
+        first = trains_on(run, one)
+        [alone_now] = workers_of(one)
+        alone_now.suspend()  # else it may be through before the other is back
+        back = start(0)
+        resume_once_told_to_end(alone_now)
+        wait_until(lambda: len(workers_of(back)) == 1, PATIENCE_S)
+        second = trains_on(run, back)
+        [here], [there] = workers_of(back), workers_of(one)
+        counted = [each.environ()["TORCHELASTIC_RESTART_COUNT"] for each in (here, there)]
+        assert counted == ["0", "1"]
+        both = [agent.ended(PATIENCE_S) for agent in (back, one)]
     assert [ended.code for ended in both] == [0, 0], both
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
     for ended, change in zip(
@@ -147,32 +124,4 @@ def is_joined_again_by_a_machine_that_was_lost(start: Start, run: Path) -> None:
     ):
         [line] = [line for line in ended.out.splitlines() if line.startswith("resumed ")]
         assert line.endswith(change)
-
-
-Happens = Callable[[Start, Path], None]
-# How many processes, and machines, each has at its end
-ENDS: dict[Happens, int] = {
-    goes_on_without_a_machine_that_is_lost: 1,
-    is_joined_again_by_a_machine_that_was_lost: 2,
-}
-
-
-def through(happens: Happens, folder: Path) -> Path:
-    """Return the run folder of a run to which this has happened."""
-    with agents(folder) as start:
-        happens(start, folder / "run")
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Happens, Future[Path]]]:
-    require_hosts()
-    require_flock(tmp_path_factory.getbasetemp())  # else the lock of a lost machine stays
-    with ThreadPoolExecutor() as pool:
-        folder = tmp_path_factory.mktemp
-        yield {each: pool.submit(through, each, folder(each.__name__)) for each in ENDS}
-
-
-@pytest.mark.parametrize("happens", ENDS, ids=lambda happens: happens.__name__)
-def test_a_run(happens: Happens, runs: dict[Happens, Future[Path]], alone: Path) -> None:
-    check_equal(runs[happens].result(), alone, ENDS[happens], num_machines=ENDS[happens])
+    check_equal(run, alone, 2, num_machines=2)

@@ -85,7 +85,6 @@ def test_gpus_that_torch_does_not_see_are_told(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (hardware.gpus_for_make(), capsys.readouterr().err) == (0, "")
     for name in names:
         (tmp_path / name).touch()
     assert re.match(rf"{words}\) sees none$", hardware.unused_gpus())

@@ -1,29 +1,18 @@
-"""`train --inject` makes the mistake that it names, says so, and does nothing without the flag."""
+"""`train --inject` makes the mistake that it names, and says so in all that the run leaves."""
 
-import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.faults import EXIT_STEP, FAULTS
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, TrainConfig
-from ddp_mnist.data.batches import GlobalBatchSampler, Rows
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.system.files import read_json
-from ddp_mnist.training.faults import (
-    inject,
-    keep_first_order,
-    leave_out_last_parameter,
-    sum_gradients,
-)
 from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
 from tests.training import metrics, recipe_of, what_it_says, with_flags
@@ -113,35 +102,3 @@ def test_padded_rows_are_counted(tmp_path: Path) -> None:
     correct = {rows: line["val_accuracy"] * rows for rows in (287, 288)}
     assert correct[288] == pytest.approx(round(correct[288]))
     assert correct[287] != pytest.approx(round(correct[287]))
-
-
-def test_the_order_stays() -> None:
-    rows = Rows(torch.zeros(12, 1, 1, 1), torch.zeros(12))
-    order = GlobalBatchSampler(rows, 4, seed=0)
-    keep_first_order(torch.nn.Identity(), order, Mock())
-    epochs = []
-    for epoch in range(2):
-        order.start_epoch(epoch)
-        epochs.append(torch.cat([*order]).tolist())
-    assert epochs[0] == epochs[1]
-    order.start_epoch(1, skip_steps=1)
-    assert torch.cat([*order]).tolist() == epochs[0][4:]
-
-
-def test_a_frozen_parameter_is_none_to_get_wrong() -> None:
-    (net := torch.nn.Linear(1, 1)).bias.requires_grad_(False)
-    for change in (sum_gradients, leave_out_last_parameter):
-        change(net, Mock(), Mock(world_size=2))
-    net(torch.ones(1)).backward()
-    assert (net.weight.grad, net._ddp_params_and_buffers_to_ignore) == (2, ["weight"])
-
-
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_a_fault_changes_what_fit_is_given_and_nothing_else_does(fault: str | None) -> None:
-    methods = {"prepare": 1, "prepare_data_loader": 2, "backward": 3}
-    accelerator, store = SimpleNamespace(**methods), Mock(rank=1, world_size=2)
-    told = ResolvedConfig(recipe=recipe_of(2, inject=fault, epochs=2))
-    given = inject(told, Mock(accelerator=accelerator, store=store))
-    is_changed = given is not told or vars(accelerator) != methods
-    assert is_changed == (fault not in (None, "batchnorm"))  # which is a fault of the recipe
-    assert dataclasses.asdict(given) == dataclasses.asdict(told)  # of which files are written

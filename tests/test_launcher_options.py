@@ -2,17 +2,15 @@
 
 from pathlib import Path
 
-import accelerate
 import pytest
 
 from ddp_mnist.cluster.device import decide
 from ddp_mnist.cluster.launch import NOT_DDP, Launch, find_launch
-from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.launch_configs import as_flag
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.files import read_json
-from tests.commands import ACCELERATE, CONFIGS, PROOF, TRAIN, Started, all_succeed
+from tests.commands import ACCELERATE, PROOF, TRAIN, Started, all_succeed
 from tests.training import check_equal
 
 
@@ -62,43 +60,3 @@ def test_a_config_with_a_compiler_debug_and_affinity_changes_no_weight(
     plan = " ".join(printed.split())
     assert "precision fp64, compiled by eager" in plan
     assert "72 images a step = 2 processes x 4 parts x 9" in plan
-
-
-@pytest.mark.system
-def test_what_is_not_ddp_is_one_line_of_one_process(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(
-        "{distributed_type: FSDP, num_processes: 2, use_cpu: true, fsdp_config: {fsdp_version: 2}}"
-    )
-    ended = Started([*ACCELERATE, "own.yaml", *TRAIN, "--dataset", "digits"], tmp_path).ended()
-    [line] = ended.error_lines
-    assert line.startswith("ddp-mnist: error: ACCELERATE_USE_FSDP=true: this trainer is DDP on ")
-    assert line.endswith("(code 2)")
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.system
-def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
-    """With those for CPUs; the two machines are two launchers here. `accelerate test` starts this.
-
-    Without the variable, a script that does not ask for CPUs itself, as theirs, would be two runs
-    of one process each.
-    """
-    text, port = (CONFIGS / "multi_node_cpu.yaml").read_text(), str(free_port())
-    text = text.replace("192.168.1.201", "127.0.0.1").replace("12345", port)
-    for rank in range(2):
-        node = text.replace("machine_rank: 0", f"machine_rank: {rank}")
-        (tmp_path / f"node{rank}.yaml").write_text(node)
-    script = str(Path(accelerate.__file__).with_name("test_utils") / "scripts" / "test_script.py")
-    for files, size in (
-        ([CONFIGS / "cpu.yaml"], 1),
-        ([CONFIGS / "multi_cpu.yaml"], 2),
-        ([tmp_path / "node0.yaml", tmp_path / "node1.yaml"], 2),
-    ):
-        started = []
-        for file in files:
-            words = ["-m", "accelerate.commands.launch", "--config_file", str(file), script]
-            started.append(Started(words, tmp_path, {"ACCELERATE_USE_CPU": "true"}))
-        ended = [each.ended(300) for each in started]
-        assert not any(each.code for each in ended), "\n".join(each.err for each in ended)
-        assert f"Num processes: {size}" in ended[0].out
-        assert "**Test reinstantiated state**" in ended[0].out  # the last of its tests

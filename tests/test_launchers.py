@@ -75,28 +75,19 @@ def test_the_courses_own_line(way: str, alone: Path, tmp_path: Path) -> None:
         assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 
-@pytest.mark.parametrize(
-    "starts",
-    [
-        # it puts --local-rank=N before the verb
-        pytest.param(["-m", "torch.distributed.launch", *TWO, *TRAIN], id="distributed.launch"),
-        # as tutorials start it: the script begins anew as a module, under the launcher's variables
-        pytest.param([*TORCHRUN, *TWO, str(REPOSITORY / "ddp_mnist" / "train.py")], id="train.py"),
-    ],
-)
-def test_older_ways(starts: list[str], alone: Path, tmp_path: Path) -> None:
+def test_the_way_of_old_tutorials(alone: Path, tmp_path: Path) -> None:
+    """A script, which begins anew as a module, with --local-rank=N as its first argument."""
+    train = str(REPOSITORY / "ddp_mnist" / "train.py")
+    starts = ["-m", "torch.distributed.launch", *TWO, train]
     arguments = [*starts, *proof(tmp_path / "run")[len(TRAIN) :]]
     all_succeed([Started(arguments, tmp_path, HUSH)])
     check_equal(tmp_path / "run", alone, 2)
 
 
-@pytest.mark.parametrize(
-    "launcher", [[*TORCHRUN, *TWO], [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml")]]
-)
-def test_our_line_is_the_last_one_under_a_launcher(launcher: list[str], tmp_path: Path) -> None:
+def test_our_line_is_the_last_one_under_a_launcher(tmp_path: Path) -> None:
     """The launcher's own traceback and table follow our error; the table ends with it."""
     wrong = [*TRAIN, "--dataset", "nowhere"]
-    ended = Started([*launcher, *wrong], tmp_path, HUSH).ended()
+    ended = Started([*TORCHRUN, *TWO, *wrong], tmp_path, HUSH).ended()
     *_, last, rule = ended.err.splitlines()
     assert (ended.code, {*rule}) == (1, {"="})
     assert last.startswith("  traceback : ddp-mnist: error: --dataset nowhere: no such data set")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -52,15 +51,6 @@ def train(hosts: Hosts, folder: Path, *more: str, late_s: float = 0) -> list[Sta
     return started[::-1]
 
 
-def make_doctor(hosts: Hosts, folder: Path, arguments: str = "") -> list[Started]:
-    """Start `make doctor` on each host, with one process there."""
-    command = [*MAKE, "-C", str(REPOSITORY), "doctor", f"NUM_MACHINES={len(hosts.names)}"]
-    command += [f"MAIN_PROCESS_IP={hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"]
-    command += [f"ARGS={arguments}"]
-    ranks = range(len(hosts.names))
-    return [on_host(hosts, rank, folder, *command, f"MACHINE_RANK={rank}") for rank in ranks]
-
-
 def ends_of(started: list[Started]) -> list[Ended]:
     return [each.ended(240) for each in started]
 
@@ -88,7 +78,7 @@ def test_fault_51_addresses_that_do_not_meet_are_named(tmp_path: Path) -> None:
     with Hosts(2, ip=6) as hosts:
         for index, name in enumerate(hosts.names):
             run("ip", "-n", name, "addr", "add", f"10.8{index}.0.1/24", "dev", "eth0")
-        _, second = ends_of(train(hosts, tmp_path, "--dist-timeout", "15"))
+        _, second = ends_of(train(hosts, tmp_path, "--start-timeout", "60", "--dist-timeout", "5"))
     assert second.code == 6
     offers = "(rank 0 is at 10.80.0.1 (eth0), rank 1 is at 10.81.0.1 (eth0)); open all TCP ports"
     assert offers in second.err
@@ -99,8 +89,13 @@ def test_fault_51_addresses_that_do_not_meet_are_named(tmp_path: Path) -> None:
 
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     with Hosts(2, decoys=True) as hosts:
-        first, second = ends_of(make_doctor(hosts, tmp_path, "--dataset digits"))
-        names = hosts.names
+        command = [*MAKE, "-C", str(REPOSITORY), "doctor", "ARGS=--dataset digits"]
+        command += ["NUM_MACHINES=2", f"MAIN_PROCESS_IP={hosts.address(0)}"]
+        command += [f"MAIN_PROCESS_PORT={PORT}"]
+        ranks, names = range(2), hosts.names
+        first, second = ends_of(
+            [on_host(hosts, rank, tmp_path, *command, f"MACHINE_RANK={rank}") for rank in ranks]
+        )
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
     for rank, err in enumerate((first.err, second.err)):
@@ -121,25 +116,6 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     examined = [text for _, name, text in findings if name.strip() == "machine"]
     assert [said.split(":")[0] for said in examined] == names
     assert all(said.endswith(": 10 of 10 checks passed") for said in examined)
-
-
-def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
-    """Host 0 can be reached at no port but the main one; gloo's higher rank connects to it."""
-    if not shutil.which("nft"):
-        pytest.skip("a firewall needs the nft command")
-    with Hosts(2) as hosts:
-        hosts.drop_all_but(0, PORT)
-        began = time.monotonic()
-        first, second = ends_of(make_doctor(hosts, tmp_path, "--dist-timeout 8"))
-        assert time.monotonic() - began < 40
-    assert first.code != 0
-    assert second.code != 0
-    assert "FAIL  rendezvous     2 processes met, but rank" in first.out
-    assert "-> open all TCP ports between the machines" in first.out
-    assert first.error_lines == [
-        "ddp-mnist: error: doctor: 1 of 1 checks failed (rendezvous); do what their lines say,"
-        " then check again (code 1)"
-    ]
 
 
 # --- Faults

@@ -2,7 +2,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,30 +51,6 @@ def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Pat
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         assert largest_difference(weights_of(tmp_path / "run"), tensors) < 1e-9
         assert accuracy == trained["test_accuracy"]
-
-
-def plainly_beside_mps() -> str:
-    """Return the backend of plain_ddp.py beside a Mac's GPU, which it does not use."""
-    backends = []
-
-    def train(*_: Any) -> Any:
-        tensor = torch.ones(1)
-        torch.distributed.all_reduce(tensor)
-        backends.append(torch.distributed.get_backend())
-        return torch.nn.Linear(1, 1), tensor.item()
-
-    with (
-        patch.object(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps")),
-        patch.object(sys, "argv", ["plain_ddp", "--dataset", "digits"]),
-        patch.object(plain_ddp, "train_plain", train),
-        patch.object(plain_ddp, "test_accuracy", lambda *_: 1.0),
-    ):
-        plain_ddp.main()
-    return backends[0]
-
-
-def test_on_a_mac_it_computes_on_the_cpu(tmp_path: Path) -> None:
-    assert run_world(2, plainly_beside_mps, folder=tmp_path) == ["gloo", "gloo"]
 
 
 def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:

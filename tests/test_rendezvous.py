@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -26,7 +25,6 @@ from ddp_mnist.cluster.rendezvous import Seat, check_same, meet
 from ddp_mnist.cluster.store import Place, Store, host_id, name_of
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
-from tests.chaos import wait_until
 from tests.commands import Typed
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
@@ -81,16 +79,6 @@ def test_each_rank_gets_a_place_on_its_machine_and_the_address_of_another() -> N
         assert place.elsewhere in {address for other, address in where if other != host}
 
 
-def test_a_process_on_its_own_meets_nobody() -> None:
-    store = meet(Launch(), 1)
-    assert (store.rank, store.world_size, store.hosts) == (0, 1, [host_id()])
-    assert store.place == Place(main_host=name_of(host_id()))
-    assert store.broadcast_from_rank0("key", lambda: [1, "two"]) == [1, "two"]
-    store.barrier()
-    check_same(store, {"--seed": 0})
-    store.close()
-
-
 def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> None:
     outcomes = meetings([0, 2], [4, 4], tmp_path)
     reported, silent = sorted((error for error, _ in outcomes), key=lambda error: not error.agreed)
@@ -107,7 +95,6 @@ def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> No
         (0, "127.0.0.1", "1 of 2 processes came within 0.8 s", "; missing: rank 1; start"),
         (1, "127.0.0.1", NOBODY, "Connection refused"),
         (1, "no.such.host.invalid", NOBODY, "Name"),
-        (1, "a..b", NOBODY, "label empty"),
     ],
 )
 def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
@@ -158,12 +145,6 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     assert all("2 of 3 processes came" in str(error) for error in others)
 
 
-def test_two_processes_with_rank_0(tmp_path: Path) -> None:
-    errors = sorted((e for e, _ in meetings([0, 0], [2, 2], tmp_path)), key=lambda e: e.code)
-    assert [type(error) for error in errors] == [UsageError, PeerError]
-    assert re.match(r"port \d+: cannot be opened here \(", str(errors[0]))
-
-
 def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None:
     for sizes in ([2, 3], [3, 2]):
         outcomes = meetings([0, 1], sizes, tmp_path)
@@ -177,22 +158,6 @@ def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None
         assert (first.code, other.code) == (2, 2)
 
 
-def meet_and_leave_late() -> Any:
-    def slowly(store: Store, error: BaseException) -> BaseException:
-        cause = first_cause(store, error)
-        time.sleep(store.rank)  # rank 0, which serves the store, ends in this time
-        return cause
-
-    with patch.object(rendezvous, "first_cause", slowly):
-        return meet_as([0, 1], [2, 3])
-
-
-def test_one_that_leaves_after_rank_0_still_says_why(tmp_path: Path) -> None:
-    [_, (error, _)] = run_world(2, meet_and_leave_late, folder=tmp_path)
-    assert isinstance(error, UsageError)
-    assert "rank 1 was given 3 as the number of all, rank 0 2;" in str(error)
-
-
 def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
         store = serve_store("127.0.0.1", int(os.environ["MASTER_PORT"]), 5)
@@ -201,21 +166,14 @@ def wait_and_lose_rank_0() -> Any:
         store.set("process/1/open", "2")
         while not store.check(["process/1/seat/1"]):
             time.sleep(0.01)
-        Path("lost").write_text(str(time.monotonic()))  # one clock for all processes
         os._exit(1)
-    error, _ = meet_as([0, 1], [2, 2])
-    return error, time.monotonic() - float(Path("lost").read_text())
+    return meet_as([0, 1], [2, 2])
 
 
 def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
-    took = []
-    for number in range(3):  # a busy machine makes one late, and none early
-        (folder := tmp_path / str(number)).mkdir()
-        _, [error, seconds] = LocalWorld(2, wait_and_lose_rank_0, folder=folder).outcomes()
-        assert isinstance(error, PeerError)
-        assert "rank 0 or its launcher, which serves this port, ended before all had" in str(error)
-        took.append(seconds)
-    assert min(took) < TIMEOUT_S + 2
+    _, (error, _) = LocalWorld(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
+    assert isinstance(error, PeerError)
+    assert "rank 0 or its launcher, which serves this port, ended before all had" in str(error)
 
 
 # --- One dies, or works, while the others wait
@@ -270,27 +228,6 @@ def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
         assert works_s - PATIENCE_S / 5 < seconds < works_s + 3
 
 
-def test_a_thread_beats_until_its_rank_leaves() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    zero, one = (Store(store, rank, 2, patience_s=0.4) for rank in range(2))
-    zero.heartbeat, one.heartbeat = hearts = [
-        Heartbeat(each, each.patience_s) for each in (zero, one)
-    ]
-    for heart in hearts:
-        heart.start()
-    keys = ["beat/0", "beat/1"]
-    wait_until(lambda: min(map(int, store.multi_get(keys))) > 2 * hearts[0].misses)
-    assert zero.failure() is None
-    one.shutdown()
-    with pytest.raises(
-        PeerError, match=r"^lost contact with rank 1 of 2 \(no sign of life for 0.4 s"
-    ):
-        zero.barrier()
-    assert zero.lost == [1]
-    zero.shutdown()
-    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
-
-
 def test_few_beats_and_time_to_name_the_lost_rank() -> None:
     for timeout_s in (0.4, 8, 60, 80, 100, 300, 3600):
         heart = Heartbeat(Store(dist.HashStore(), 0, 2), timeout_s)
@@ -325,19 +262,6 @@ def each_of(size: int, do: Callable[[Store], Any]) -> list[Any]:
     return at_once(*[partial(do, store) for store in stores(size)])
 
 
-def test_each_rank_gets_what_rank_0_decides_and_what_all_have() -> None:
-    def after_several_polls() -> dict[str, Any]:
-        time.sleep(0.2)
-        return {"notes": [1, None]}
-
-    decide = Mock(side_effect=after_several_polls)
-    results = each_of(3, lambda store: store.broadcast_from_rank0("run", decide))
-    assert results == [{"notes": [1, None]}] * 3
-    decide.assert_called_once_with()
-    results = each_of(3, lambda store: store.decide_for_all("all", [store.rank, None], list))
-    assert results == [[[0, None], [1, None], [2, None]]] * 3
-
-
 def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:
     """A burn-in of an hour does so some 10,000 times; rank 0's memory, or the agent's, holds it."""
     eight = stores(8)
@@ -348,32 +272,6 @@ def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:
     expected = [[[rank, n] for rank in range(8)] for n in range(20)]
     assert at_once(*[partial(agree, store) for store in eight]) == [expected] * 8
     assert eight[0].c10d.num_keys() <= 3 * 20 + 8 + 1
-
-
-def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
-    here: list[int] = []
-    left: list[int] = []
-
-    def come_and_leave(store: Store) -> list[int]:
-        time.sleep(0.1 * store.rank)
-        here.append(store.rank)
-        store.barrier()
-        found = sorted(here)
-        time.sleep(0.15 * store.rank)
-        store.shutdown()
-        left.append(store.rank)
-        return found
-
-    assert each_of(3, come_and_leave) == [[0, 1, 2]] * 3
-    assert left.index(0) > 0
-    assert sorted(left) == [0, 1, 2]
-    zero, _ = stores(2)
-    started = time.monotonic()
-    zero.shutdown(patience_s=0.2)  # the other was killed
-    assert 0.2 <= time.monotonic() - started < 2
-    zero.lost = [1]
-    zero.shutdown()
-    assert time.monotonic() - started < 2
 
 
 def test_who_does_not_come_in_time_is_missed() -> None:
@@ -405,20 +303,12 @@ def test_who_does_not_come_in_time_is_missed() -> None:
 def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> None:
     zero, one = stores(2)
 
-    def fail() -> float:
+    def fail() -> None:
         time.sleep(0.2)
-        began = time.monotonic()
         zero.report_failure("no data", 3)
-        return began
 
-    def wait_and_see() -> tuple[Any, float]:
-        with pytest.raises(FailedElsewhere, match="no data") as raised:
-            wait(one)
-        return raised.value.code, time.monotonic()
-
-    failed_at, (code, ended_at) = at_once(fail, wait_and_see)
-    assert code == 3
-    assert 0 <= ended_at - failed_at < 1
+    _, error = at_once(fail, partial(wait, one))
+    assert (type(error), str(error), error.code) == (FailedElsewhere, "no data", 3)
 
 
 @pytest.mark.parametrize(
@@ -458,38 +348,10 @@ def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> 
     assert found == [[4]] * 4
 
 
-def test_a_reported_failure_says_which_ranks_are_lost() -> None:
-    zero, one, two, _ = stores(4)
-    one.lost = [3]
-    assert one.report_failure("lost contact", 6) is None
-    started = time.monotonic()
-    assert two.find_dead_ranks(60) == [3]
-    zero.report_failure("me too", 6)
-    assert zero.lost == [3]
-    at_once(*[partial(store.shutdown, 60) for store in (zero, one, two)])
-    assert time.monotonic() - started < 10
-
-
-def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
-    gone = Mock(
-        **{
-            f"{name}.side_effect": RuntimeError
-            for name in ("set", "check", "compare_set", "append", "add")
-        }
-    )
-    store = Store(gone, 1, 3)
-    assert store.find_dead_ranks(0.1) == [0]
-    assert store.failure() is None
-    assert store.report_failure("lost", 6) is None
-    store.shutdown()
-
-
 def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
     def facts(rank: int) -> dict[str, Any]:
         return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
 
-    same = {"--seed": 0, "torch": "2.15", "the data's digest": "ab"}
-    assert each_of(3, lambda store: check_same(store, same)) == [None] * 3
     results = each_of(4, lambda store: check_same(store, facts(store.rank)))
     expected = (
         "torch: rank 0 has 2.15, rank 1, 3 has 2.14;"
@@ -526,7 +388,6 @@ class Comes(NamedTuple):
     dies_after_s: float = 0  # it is killed then
     restarts: int = 0  # that its own launcher counted
     twice: bool = False
-    waits_s: float = 15
 
 
 def come(size: int, *places: Comes) -> Any:
@@ -543,7 +404,7 @@ def come(size: int, *places: Comes) -> Any:
     launch, tokens = find_launch(Distribution(), os.environ | said), []
     try:
         for _ in range(1 + this.twice):
-            store = meet(launch, this.waits_s)
+            store = meet(launch, 15)
             tokens.append(store.decide_for_all("tokens", os.urandom(8).hex(), list))
             if this.dies_after_s:
                 time.sleep(60)
@@ -569,7 +430,7 @@ def come_together(tmp_path: Path) -> Callable[..., list[Any]]:
     return together
 
 
-def test_restarted_processes_meet_whatever_each_launcher_counted(
+def test_fault_44_restarted_processes_meet_whatever_each_launcher_counted(
     come_together: Callable[..., list[Any]],
 ) -> None:
     """A launcher counts its own restarts alone, and one that joins later begins at 0."""
@@ -599,23 +460,3 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
     assert isinstance(died, ConnectionError)
     assert len(met) == 3
     assert len(set(met[0][0])) == 3
-
-
-def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list[Any]]) -> None:
-    """After all have met it waits for the next meeting, as a restarted one has to."""
-    works = [Comes(rank, dies_after_s=2.5) for rank in range(2)]
-    *_, second = come_together(2, *works, Comes(1, 0.8, waits_s=1))
-    assert str(second).startswith("127.0.0.1:")
-    assert "rank 0 did not meet this one within 1 s; see what the others" in str(second)
-    assert str(second).endswith("; a meeting is over: is there a second rank 1?")
-
-
-def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(
-    come_together: Callable[..., list[Any]],
-) -> None:
-    """By their number of all, before rank 0 is back."""
-    died = come_together(3, *[Comes(rank, dies_after_s=0.5) for rank in range(2)])
-    assert [type(each) for each in died] == [ConnectionError] * 2
-    [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 0.8, restarts=1))
-    assert len(set(one)) == 2
-    assert one == zero

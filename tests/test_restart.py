@@ -3,47 +3,39 @@
 The commands are those of docs/reference.md, section "Automatic restarts".
 """
 
+import time
 from pathlib import Path
 
 import pytest
 
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify.watch import what_stays
-from tests.chaos import newest_step, wait_until, workers_of
-from tests.commands import ACCELERATE, CONFIGS, SLOW, TORCHRUN, Started, proof
+from tests.chaos import newest_step, workers_of
+from tests.commands import ACCELERATE, CONFIGS, SLOW, TORCHRUN, Started, proof, run_here
 
 pytestmark = pytest.mark.system
 
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"],
-    "c10d": [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"],
     "accelerate": [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--max_restarts", "2"],
 }
 FLAGS = ["--model", "slow:Slow", "--lr", "0.01", "--checkpoint-every", "5", "--resume", "auto"]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with slow.py, and in `unbroken` the run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("restarts")
-    (folder / "slow.py").write_text(SLOW)
-    start(LAUNCHERS["torchrun"], folder, "unbroken").ended().succeeds()
-    return folder
-
-
-def start(launcher: list[str], folder: Path, run: str) -> Started:
-    return Started([*launcher, *proof(Path(run), *FLAGS)], folder, {"OMP_NUM_THREADS": "1"})
-
-
-@pytest.mark.parametrize(("launcher", "lost"), [("torchrun", 1), ("c10d", 0), ("accelerate", 1)])
-def test_a_run_whose_process_is_killed_ends_with_the_unbroken_ones_weights(
-    launcher: str, lost: int, unbroken: Path
-) -> None:
-    run = unbroken / launcher
-    started = start(LAUNCHERS[launcher], unbroken, run.name)
-    wait_until(lambda: newest_step(run) >= 5)
-    workers = {worker.environ()["RANK"]: worker for worker in workers_of(started)}
-    workers[str(lost)].kill()
-    assert started.ended().code == 0
-    assert len(read_json(run / "summary.json")["resumed_from"]) == 1
-    assert what_stays(run) == what_stays(unbroken / "unbroken")
+def test_a_run_whose_process_is_killed_ends_with_the_unbroken_ones_weights(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    started, left = {}, {"torchrun": "0", "accelerate": "1"}  # the rank that each loses
+    for name in left:
+        words = [*LAUNCHERS[name], *proof(Path(name), *FLAGS)]
+        started[name] = Started(words, tmp_path, {"OMP_NUM_THREADS": "1"})
+    while left:
+        for name in [name for name in left if newest_step(tmp_path / name) >= 5]:
+            workers = {each.environ()["RANK"]: each for each in workers_of(started[name])}
+            workers[left.pop(name)].kill()
+        time.sleep(0.01)
+    assert [each.ended().code for each in started.values()] == [0, 0]
+    run_world(2, run_here, proof(Path("unbroken"), *FLAGS)[2:], False, folder=tmp_path)
+    for name in started:
+        assert len(read_json(tmp_path / name / "summary.json")["resumed_from"]) == 1
+        assert what_stays(tmp_path / name) == what_stays(tmp_path / "unbroken")

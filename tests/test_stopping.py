@@ -6,7 +6,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 
 from ddp_mnist.cluster.signals import EXIT_CODES, StopSignals, end_at_signals, listen
 from ddp_mnist.errors import FailedElsewhere, Preempted, Stopped, StorageError
@@ -48,21 +47,6 @@ def test_what_cannot_be_saved_is_the_error_instead() -> None:
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
         stop.save_and_raise_if([1, 0, 0, 0], True)
-
-
-def test_ask_adds_up_the_requests_of_all_ranks() -> None:
-    sent: list[torch.Tensor] = []
-
-    def reduce(mine: torch.Tensor) -> torch.Tensor:
-        sent.append(mine)
-        return mine + torch.tensor([0, 0, 0, 1])
-
-    stop = StopSignals()
-    stop.save = lambda: "stopped"
-    stop.hear(TERM)
-    with pytest.raises(FailedElsewhere, match="SIGINT: stopped"):
-        stop.ask(Mock(device="cpu", reduce=reduce, is_main_process=False))
-    assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0, 0], torch.float64)
 
 
 # --- Hearing them
@@ -120,18 +104,6 @@ def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurr
             os.kill(os.getpid(), other)
 
 
-def test_what_can_save_notes_each_signal_in_its_slot() -> None:
-    with listen() as stop:
-        stop.save, stop.answer = str, Mock()
-        for number, expected in (
-            *((USR1, [0, 1, 0, 0]), (USR1, [0, 1, 0, 0]), (INT, [0, 1, 0, 1])),
-            *((TERM, [1, 1, 0, 1]), (HUP, [1] * 4), (TERM, [1] * 4)),
-        ):
-            os.kill(os.getpid(), number)
-            assert stop.requests == expected
-        stop.answer.assert_called_once_with()
-
-
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) -> None:
     with listen() as stop, patch("os._exit") as ended:
@@ -144,10 +116,3 @@ def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) 
         with pytest.raises(StorageError):
             os.kill(os.getpid(), INT)
         ended.assert_called_once_with(130)
-
-
-def test_nohup_keeps_sighup_ignored() -> None:
-    signal.signal(HUP, signal.SIG_IGN)
-    with listen():
-        os.kill(os.getpid(), HUP)
-    assert signal.getsignal(HUP) == signal.SIG_IGN

@@ -71,9 +71,8 @@ def failed(checks: list[CheckResult]) -> set[str]:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.system)])
-def test_all_checks_pass_here(model: str, typed: Typed) -> None:
-    printed = typed("verify", "--processes", "2", "--model", model).succeeds()
+def test_all_checks_pass_here(typed: Typed) -> None:
+    printed = typed("verify", "--processes", "2", "--model", "mlp").succeeds()
     *lines, last = printed.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
     # which rank took which images: each rank of one and of two processes
@@ -225,32 +224,13 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
     assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 
 
-def test_the_numbers_of_processes_that_can_be_compared() -> None:
-    assert proofs.sizes_up_to(2) == [2]
-    assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
-
-
-@pytest.mark.parametrize(("device", "run"), [("cpu", "adamw"), ("cpu", "sgd"), ("cuda", "adamw")])
-def test_training_on_a_gpu_is_compared_with_the_cpu(
-    device: str, run: str, one: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the CPU stands in for the GPU; another optimizer for a GPU that computes wrong."""
-
-    def trained(size: int, folder: Path, config: TrainConfig, name: str) -> Watched:
-        there = config.distribution
-        assert (there.cpu, there.backend, name) == (device == "cpu", "gloo", device)
-        assert folder == one["adamw"].folder.parent
-        assert size in (1, 2)
-        return one[run]
-
-    monkeypatch.setattr(proofs, "watched_run", trained)
-    shown = [f"{check.status} {check.text}" for check in proofs.equal_on(device, one["adamw"])]
-    if device == "cuda":  # which proves nothing
-        assert shown == ["FAIL 1 process: trained on cpu"]
-        return
-    status, end = (PASS, "") if run == "adamw" else (FAIL, ", must be at most 1e-09")
+def test_training_on_a_gpu_is_compared_with_the_cpu(one: Runs) -> None:
+    """Here the CPU stands in for the GPU; where no GPU is used, nothing is proven."""
+    shown = [f"{check.status} {check.text}" for check in proofs.equal_on("cpu", one["adamw"])]
     for text, who in zip(shown, ("1 process", "2 processes"), strict=True):
-        assert re.fullmatch(rf"{status} {who}: weights on cpu, 45 steps, off by \S+{end}", text)
+        assert re.fullmatch(rf"PASS {who}: weights on cpu, 45 steps, off by \S+", text)
+    [check] = proofs.equal_on("cuda", one["adamw"])
+    assert (check.status, check.text) == (FAIL, "1 process: trained on cpu")
 
 
 def test_a_gpu_that_is_not_there_is_refused(typed: Typed) -> None:
