@@ -135,7 +135,7 @@ def test_three_gigabytes_of_pixels_in_half_as_much_memory(
     (tmp_path / "cheap.py").write_text(NET)
     options: dict[str, Any] = {"folder": tmp_path, "timeout_s": 1800}
     [built] = run_world(1, watched, read_it, str(place), str(cache_dir), **options)
-    assert built[0] == (COUNT - 1000, 3, SIDE, SIDE)
+    assert built[0] == (COUNT, 3, SIDE, SIDE)
     config = with_flags(
         proof_config(model="cheap:net", epochs=1, batch_size=256, val_size=1000),
         dataset=str(place),

@@ -52,13 +52,6 @@ def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, tor
 # --- Names
 
 
-def test_a_word_in_capitals_is_a_name_and_all_else_a_file() -> None:
-    for name in ("DEFAULT", "IMAGENET1K_V1", "SqueezeNet1_1_Weights.DEFAULT"):
-        assert initial_weights.find_named(NET, name) is ENTRY
-    for file in (None, "w.pth", "./DEFAULT", "runs/a/model.safetensors", "weights", "W.PTH"):
-        assert initial_weights.find_named("cnn", file) is None
-
-
 def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: Typed) -> None:
     for net, name in (
         ("resnet50", "V3"),

@@ -49,6 +49,13 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     assert optimizer.defaults["betas"] == (0.9, 0.98)
 
 
+def test_without_a_loss_scaler_the_step_is_fused() -> None:
+    """With one it would pass over an fp16 overflow by itself; False would be the slowest."""
+    for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), recipe_of(optimizer="adamw"), scaler)
+        assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
+
+
 # --- Muon
 
 
