@@ -4,7 +4,7 @@ import gzip
 import io
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,17 +145,6 @@ def few_digits(folder: Path, train: int, test: int) -> Path:
         for kind in ("images", "labels")
     }
     return write_idx(folder, **few)
-
-
-def flipped(at: int) -> Callable[[bytes], bytes]:
-    """Return what flips some bits of the byte at this place, counted from the end if negative."""
-
-    def flip(content: bytes) -> bytes:
-        spoilt = bytearray(content)
-        spoilt[at] ^= 0x55
-        return bytes(spoilt)
-
-    return flip
 
 
 # --- Folders of images of noise

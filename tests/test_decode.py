@@ -1,59 +1,23 @@
 """One decoder for all who prepare an image, and what it remembers of a data set."""
 
-import resource
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import PIL.ImageFile
 import pytest
 
-from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.image_options import AS_THEY_ARE
 from ddp_mnist.data import cache
 from ddp_mnist.data import image_format as image_format
-from ddp_mnist.data.decode import decode_image, facts_of, in_mode, open_image
+from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.decode_all import decode_all
-from ddp_mnist.data.image_format import DIGITS, ImageFormat, Shape, mean_and_std
+from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
 from ddp_mnist.data.listing import SPLITS, Listing
-from ddp_mnist.verbs.predict import read_image
 from tests.data_sets import encoded, of
 
-MEGAPIXELS = 12
-
-
-RED, BLUE = (255, 0, 0), (0, 0, 255, 255)
-
-
-def one_colour(mode: str, colour: Any) -> PIL.Image.Image:
-    return PIL.Image.new(mode, (28, 28), colour)
-
-
-def test_grey_of_colours_of_deep_greys_and_of_paper() -> None:
-    """Red is 76, by 0.299 of it (ITU-R 601). Files of other modes: tests/test_own_images.py."""
-    red_is_clear = one_colour("RGB", RED)
-    red_is_clear.info["transparency"] = RED
-    for image, expected in (
-        (one_colour("CMYK", (0, 255, 255, 0)), 76),
-        (one_colour("RGB", RED), 76),
-        (one_colour("RGBA", BLUE), 29),
-        (one_colour("I", 19_711), 76),
-        (one_colour("I;16", 0x00FF), 0),
-        (red_is_clear, 255),  # transparent means paper
-    ):
-        grey = in_mode(image, "L")
-        assert (grey.mode, grey.size, grey.getextrema()) == ("L", image.size, (expected,) * 2)
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF", "BMP"])
-def test_facts_are_read_without_decoding_the_pixels(form: str) -> None:
-    """To decode 300 PNG files of 500x400 takes two seconds."""
-    with open_image(encoded(PIL.Image.new("RGB", (40, 20), RED), form)) as image:
-        assert isinstance(image, PIL.ImageFile.ImageFile)
-        assert facts_of(image) == ((20, 40), False, [])
-        assert image.tile  # what is left to decode
+RED = (255, 0, 0)
 
 
 def test_a_png_with_its_exif_behind_the_pixels_becomes_upright_too() -> None:
@@ -160,33 +124,3 @@ def test_classes_of_single_characters_are_known(classes: list[str], characters: 
     noise = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
     made = preparation_of(noise, classes=classes)
     assert (made.characters, made.pictures) == (characters, True)
-
-
-# --- Memory
-
-
-def bytes_a_pixel(file: str, shape: Shape, photo: bool) -> float:
-    """Return the highest use of memory while a file is prepared, above what there was before."""
-    image_format = ImageFormat(shape, (), (), [], photo, photo)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    read_image(Path(file), image_format, photo)
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return kilobytes * 1024 / (MEGAPIXELS * 10**6)
-
-
-@pytest.mark.parametrize(
-    ("photo", "channels", "mode", "limit"),
-    [(True, 1, "RGB", 12), (False, 3, "RGBA", 18)],
-)
-def test_a_large_photo_takes_little_memory(
-    photo: bool, channels: int, mode: str, limit: float, tmp_path: Path
-) -> None:
-    """4 bytes a pixel are Pillow's own."""
-    width, height = 4000, MEGAPIXELS * 250
-    page = PIL.Image.new(mode, (width, height), "white")
-    page.paste(PIL.Image.new(mode, (width // 9, height // 2), "black"), (width // 2, height // 4))
-    page.save(tmp_path / "x.png", compress_level=1)
-    [taken] = run_world(
-        1, bytes_a_pixel, str(tmp_path / "x.png"), (channels, 28, 28), photo, folder=tmp_path
-    )
-    assert taken < limit

@@ -10,8 +10,6 @@ import pytest
 
 from ddp_mnist import api
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import folders
-from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
@@ -35,24 +33,23 @@ from tests.data_sets import (
 # --- Its name
 
 
-@pytest.mark.parametrize("name", ["p?", "a*", "photos[1]", "{a,b}"])
+@pytest.mark.parametrize("name", ["a*", "photos[1]"])
 def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
     """Of images and saved tables; the siblings are what it would match. Tables are refused."""
-    for seed, sibling in enumerate(("pX", "abc", "photos1", "a", name)):
+    for seed, sibling in enumerate(("abc", "photos1", name)):
         write_noise(tmp_path / "images" / sibling, *split_up(), seed=seed)
     images = load(tmp_path / "images" / name)
     assert (sizes(images), images.image_format.notes) == ((8, 8), [])
-    assert np.array_equal(of(images, "train").images[0].permute(1, 2, 0), np.asarray(noise(4000)))
-    for each in ("pX", "abc", "photos1", name):
+    assert np.array_equal(of(images, "train").images[0].permute(1, 2, 0), np.asarray(noise(2000)))
+    for each in ("abc", "photos1", name):
         for writer, place in ((write_parquet, "tables"), (save_to_disk, "saved")):
             (tmp_path / place / each).mkdir(parents=True)
             writer(tmp_path / place / each)
     images = load(tmp_path / "saved" / name)
     assert sizes(images) == (TRAIN, TEST)
     assert of(images, "train").labels.tolist() == LABELS[:TRAIN]
-    if name != "{a,b}":
-        with pytest.raises(DataError, match=r": has . in its path, .*; rename it$"):
-            load(tmp_path / "tables" / name)
+    with pytest.raises(DataError, match=r": has . in its path, .*; rename it$"):
+        load(tmp_path / "tables" / name)
 
 
 # --- What lies beside the images
@@ -63,12 +60,9 @@ def test_a_file_beside_each_image_does_not_make_it_a_table(kind: str, tmp_path: 
     own = write_noise(tmp_path / "own", *split_up())
     plain = load(own)
     for image in [*own.rglob("*.png")]:
-        for name in (image.stem, f"{image.stem}-more"):
-            image.with_name(f"{name}.{kind}").write_text("0 0.5 0.5 1 1\n")
+        image.with_suffix(f".{kind}").write_text("0 0.5 0.5 1 1\n")
     (own / "README.md").write_text("# My photos\n")
-    images = load(own)
-    assert sizes(images) == (8, 8)
-    assert images.digest == plain.digest
+    assert load(own).digest == plain.digest
 
 
 def describe(place: Path, names: list[str]) -> None:
@@ -139,18 +133,6 @@ def test_splits_are_known_in_other_spellings(misspelt: tuple[str, str], tmp_path
         tmp_path / "own", *(f"{split}/{path}" for split in misspelt for path in flat())
     )
     assert sizes(load(own)) == (12, 12)
-
-
-def test_words_of_splits_and_suffixes_of_images_are_those_of_the_library() -> None:
-    """But for suffixes of files of which Pillow reads no more than the header."""
-    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-
-    theirs = {str(split): tuple(words) for split, words in SPLIT_KEYWORDS.items()}
-    assert f"[{NON_WORDS_CHARS}]" == folders.APART
-    assert [*theirs.items()] == [*folders.SPLIT_WORDS.items()]
-    headers = {".bufr", ".grib", ".mpg", ".mpeg", ".wmf", ".emf"}
-    assert {*ImageFolder.EXTENSIONS} - image_endings() == headers
 
 
 # --- Runs in the folder that they are trained on

@@ -179,19 +179,6 @@ def test_a_run_is_evaluated_there_and_on_the_cpu(tmp_path: Path) -> None:
 # --- What goes wrong
 
 
-def test_a_signal_stops_and_saves_and_the_run_goes_on(tmp_path: Path) -> None:
-    started = Started([*DIGITS, "--epochs", "5000", "--checkpoint-every", "20"], tmp_path)
-    wait_until(lambda: newest_step(tmp_path / "run"), SLOW_S)
-    started.process.send_signal(signal.SIGTERM)
-    ended = started.ended()
-    assert ended.code == 143, ended.err
-    assert status(tmp_path / "run") == ("preempted", 143)
-    saved = newest_step(tmp_path / "run")
-    more = ["--resume", "run", "--epochs", str(saved // 15 + 2)]
-    summary = summary_of(*TRAIN, *more, *PLACE, folder=tmp_path)
-    assert summary["resumed_from"] == [saved]
-
-
 @on_a_gpu_alone
 def test_out_of_memory_is_torchs_own_words_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "hungry.py").write_text(net_that(HUNGRY))

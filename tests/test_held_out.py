@@ -1,11 +1,11 @@
 """An image is held out for what it is: what else lies in the folder has no part in it."""
 
-import io
 import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,8 +14,7 @@ import pytest
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.decode import stored_pixels
-from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, validation_rows
+from ddp_mnist.data.held_out import draw_by_share, draw_exactly, validation_rows
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import read_json
@@ -23,7 +22,7 @@ from tests import data_sets
 from tests.commands import Typed
 from tests.data_sets import flat, noise, of, write_noise
 
-TEST_SIZE = 0.2  # of the photos
+TEST_SIZE = 0.18  # of the photos; by default it would be a fifth
 PHOTOS = flat(60, classes="a b c")
 
 
@@ -70,32 +69,6 @@ def test_a_change_of_one_image_moves_no_other(
     assert {pixels for pixels in others if before[pixels] != after[pixels]} == set()
 
 
-def drawn(keys: np.ndarray, labels: np.ndarray, share: float) -> list[str]:
-    """Return the part of each row."""
-    test = draw_by_share(keys, labels, share)
-    rest = np.delete(np.arange(len(keys)), test)
-    held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
-    parts = np.full(len(keys), "train", dtype=object)
-    parts[test], parts[rest[held]] = "test", "validation"
-    return list(parts)
-
-
-def test_one_image_more_or_less_moves_no_other_in_many_data_sets() -> None:
-    """With the shares that people ask for; an image goes or comes, which is the same.
-
-    What might move is an image that alone keeps its class in train: in none of these.
-    """
-    stream, moved = np.random.default_rng(0), 0
-    for trial in range(200):
-        rows, share = int(stream.integers(40, 400)), (0.1, 0.15, 0.2, 0.25, 0.5)[trial % 5]
-        keys = stream.integers(0, 2**64, rows + 1, np.uint64)
-        labels = stream.integers(0, 1 + trial % 9, rows + 1)
-        keys[:2] = keys[2]  # copies
-        fewer, more = (drawn(keys[:n], labels[:n], share) for n in (rows, rows + 1))
-        moved += sum(was != now for was, now in zip(fewer, more, strict=False))
-    assert moved == 0
-
-
 def test_no_copy_of_a_validation_image_is_trained_on() -> None:
     """Wherever the exact number cuts; a quarter are copies, in their class or in the other."""
     keys = np.random.default_rng(0).integers(0, 2**64, 100, np.uint64)
@@ -131,8 +104,11 @@ def test_the_plan_warns_of_a_class_without_a_test_image(photos: Path, typed: Typ
 
 
 def test_a_number_is_the_share_that_it_is_now(photos: Path) -> None:
-    assert load(photos, 12).rows["test"].tolist() == load(photos).rows["test"].tolist()
-    [note] = load(photos, 20).image_format.notes
+    for number, share in ((15, load(photos, 0.25)), (12, data_sets.load(photos))):
+        assert load(photos, number).rows["test"].tolist() == share.rows["test"].tolist()
+    more = load(photos, 20)
+    assert more.digest != load(photos).digest  # a resumed run is on the images that it began with
+    [note] = more.image_format.notes
     assert "with --test-size 0.333 each stays there as the folder grows" in note
 
 
@@ -169,23 +145,20 @@ def test_exactly_as_many_as_asked_of_each_class_its_share() -> None:
 
 def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) -> None:
     """PNG, TIFF, BMP and WebP keep the pixels; neither size nor grey nor a tag changes the key."""
-    keys = []
+    keys, turned = [], PIL.Image.Exif()
+    turned[274] = 6
     for number, kind in enumerate(("PNG", "TIFF", "BMP", "WEBP")):
         for label in "ab":
             place = tmp_path / str(number) / label
             place.mkdir(parents=True)
             for image in range(12):
                 name = f"{number * image + (number == 0) * (99 - image)}.{kind.lower()}"
-                noise(1000 * ord(label) + image).save(place / name, lossless=True)
+                options: Any = {"exif": turned} if kind == "WEBP" else {}
+                noise(1000 * ord(label) + image).save(place / name, lossless=True, **options)
         reading = ImageOptions((5, 5) if number else None, number == 2, 6)
         images = data_sets.load(tmp_path / str(number), reading)
         keys.append([set(of(images, "train").keys.tolist()), set(of(images, "test").keys.tolist())])
     assert keys[1:] == keys[:1] * 3
-    turned = noise(3)
-    turned.getexif()[274] = 6
-    turned.save(written := io.BytesIO(), "PNG", exif=turned.getexif())
-    plain, tagged = (key_of(stored_pixels(each)) for each in (noise(3), PIL.Image.open(written)))
-    assert plain == tagged
 
 
 # --- A finished run, and what became of its folder
@@ -209,24 +182,16 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
     monkeypatch.chdir(trained)
     now = json.loads(typed("evaluate", tmp_path / "run", "--json").out)
     config = read_json(tmp_path / "run/config.json")
-    size = config["run"].pop("image_size")
-    for name in ("grey", "cache_dir"):
+    for name in ("image_size", "grey", "cache_dir"):
         del config["run"][name]
     for name in ("metrics", "loss", "inject"):
         del config["recipe"][name]
     del config["own_code"]
-    place = tmp_path / "run/config.json"
-    place.write_text(json.dumps(config))
-    assert size is None
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
     assert json.loads(typed("evaluate", tmp_path / "run", "--json").out) == now
-    del config["recipe"]["val_size"]  # it has no default that could be the run's
-    place.write_text(json.dumps(config))
-    ended = typed("evaluate", tmp_path / "run")
-    assert ended.code == 4
-    assert ended.err.startswith(f"ddp-mnist: error: {tmp_path / 'run'}: config.json: KeyError: ")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["one more", "one edited"])
 def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     change: str, trained: Path, here: Path, typed: Typed
 ) -> None:
@@ -248,8 +213,7 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
         [line] = ended.error_lines
         assert f"run: the images of {here}/photos have changed since the run (" in line
         counts = re.search(r"train \d+, test \d+ images then, now train \d+, test \d+ images", line)
-        if change != "one edited":  # which may go to another split
-            assert bool(counts) == (change in ("one more", "one less"))
+        assert counts or change == "one edited"
         assert f"--dataset {here}/photos (code 3)" in line
     ended = typed("report", "run")
     assert ended.code == 3 and "written to run/report.html" in ended.out
@@ -287,16 +251,8 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
         r"2 of these 3 test images; take them out of test \(([^)]*)\)", ended.err
     )
     assert advised == ", ".join(names.split(", ")[:2])
-    Path("few/test/a/damaged.png").write_bytes(b"")  # which no metadata names, so it is not read
-    files = [name.removeprefix("test/") for name in advised.split(", ")]
-    lines = [json.dumps({"file_name": name, "label": "a"}) + "\n" for name in files]
-    for split in ("test", "train"):
-        Path("few", split, "metadata.jsonl").write_text("".join(lines))
-    ended = typed("evaluate", "run", "--dataset", "few")
-    assert f"trained on 2 of these 2 test images; take them out of test ({advised})" in ended.err
-    for name in ("a/damaged.png", "metadata.jsonl", *files):
-        Path("few/test", name).unlink()
-    Path("few/train/metadata.jsonl").unlink()
+    for name in advised.split(", "):
+        Path("few", name).unlink()
     assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
     Path("run/trained_on.npy").unlink()
     ended = typed("evaluate", "run", "--dataset", "other")

@@ -1,15 +1,11 @@
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import NETS
-from ddp_mnist.data.image_format import DIGITS, ImageFormat
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.ours import CNN, MODELS, VERSION, three_by_three
 from ddp_mnist.nets.wrappers import Normalised, shifted, with_test_time_augmentation
@@ -17,7 +13,6 @@ from ddp_mnist.task import Classification, Task
 from tests.data_sets import COLOUR, GREY, images
 
 PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
-RESNET = "torchvision:resnet18"
 KINDS = Classification([*"0123456789"])
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
@@ -139,30 +134,3 @@ def test_the_same_weights_compute_the_same_in_this_version(
     model = with_test_time_augmentation(Normalised(net, image_format), name, KINDS)
     logits = model(pixels.reshape(1, *image_format.shape))
     assert logits[0, 0].item() == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_each_parameter_gets_a_gradient_and_none_of_ours_draws_numbers(name: str) -> None:
-    model = make(name)
-    before = torch.get_rng_state()
-    F.cross_entropy(model(images(8)), torch.arange(8)).backward()
-    assert torch.equal(torch.get_rng_state(), before)
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        assert parameter.grad.isfinite().all(), parameter_name
-        assert parameter.grad.abs().max() > 0, parameter_name
-
-
-def those_with_torchvision() -> list[str]:
-    """Return the nets after which torchvision is loaded."""
-    names = [*OURS, RESNET]
-    return [
-        n
-        for n in names
-        if build_net(n, Classification(DIGITS), GREY) and "torchvision" in sys.modules
-    ]
-
-
-def test_only_the_resnet_imports_torchvision(tmp_path: Path) -> None:
-    """In a process that has the whole trainer loaded; the resnet is the last to be made."""
-    assert run_world(1, those_with_torchvision, folder=tmp_path) == [[RESNET]]

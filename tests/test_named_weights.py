@@ -49,22 +49,7 @@ def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, tor
     return state
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Write 12 images of two classes, 40x50, of which 4 are for the test."""
-    write_noise(tmp_path / "photos" / "train", *flat(8), size=(40, 50))
-    write_noise(tmp_path / "photos" / "test", *flat(4), size=(40, 50), seed=1)
-    return tmp_path / "photos"
-
-
 # --- Names
-
-
-def test_a_word_in_capitals_is_a_name_and_all_else_a_file() -> None:
-    for name in ("DEFAULT", "IMAGENET1K_V1", "SqueezeNet1_1_Weights.DEFAULT"):
-        assert initial_weights.find_named(NET, name) is ENTRY
-    for file in (None, "w.pth", "./DEFAULT", "runs/a/model.safetensors", "weights", "W.PTH"):
-        assert initial_weights.find_named("cnn", file) is None
 
 
 def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: Typed) -> None:
@@ -187,9 +172,10 @@ def test_a_vision_transformer_is_made_for_the_images_it_gets() -> None:
 
 
 def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
-    typed: Typed, torchvisions: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, torchvisions: Path, here: Path
 ) -> None:
-    monkeypatch.chdir(photos.parent)
+    write_noise(here / "photos" / "train", *flat(8), size=(40, 50))
+    write_noise(here / "photos" / "test", *flat(4), size=(40, 50), seed=1)
     given = lay(torchvisions / FILE)
     command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
     command += ["1e-9", "--epochs", "1", "--batch-size", "4", "--val-size", "0"]

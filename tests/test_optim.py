@@ -1,18 +1,9 @@
 import copy
 import dataclasses
-import inspect
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 
-from ddp_mnist.cluster.device import decide
-from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.world import make_accelerator
-from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.nets.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
 from ddp_mnist.nets.ours import MNIST, MODELS
@@ -136,20 +127,3 @@ def test_sgd_has_momentum_and_the_same_decay() -> None:
             momentum = 0.9 * momentum + 1 + decay * expected
             expected = expected - 0.1 * momentum
         assert torch.allclose(parameter, expected, rtol=1e-12), name
-
-
-def signatures_read() -> int:
-    """Return how often Accelerate reads zero_grad's signature in three steps."""
-    reads = Mock(wraps=inspect.signature)
-    inspect.signature = reads
-    flags = Distribution()
-    accelerator = make_accelerator(flags, decide(flags, Launch(), full_precision=True))
-    optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    before = reads.call_count
-    for _ in range(3):
-        optimizer.zero_grad()
-    return int(reads.call_count) - before
-
-
-def test_a_signature_is_read_once_and_not_in_each_step(tmp_path: Path) -> None:
-    assert run_world(1, signatures_read, folder=tmp_path) == [1]

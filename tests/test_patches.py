@@ -3,53 +3,36 @@
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
-from ddp_mnist.data import cache
 from ddp_mnist.verbs.verify import watch
-from tests.data_sets import of
+from tests.data_sets import flat, write_noise
 from tests.training import apart, stop, with_flags
 
-STEPS = 12  # two epochs of 480 train rows
+STEPS = 12  # two epochs of 144 train rows
 
 
-@pytest.fixture
-def few(tmp_path: Path) -> Path:
-    """Write every ninth patch as an image file."""
-    patches = cache.load("patches")
-    for split in ("train", "test"):
-        images, labels, _ = of(patches, split)
-        for number in range(0, len(labels), 9):
-            place = tmp_path / "few" / split / patches.classes[labels[number]]
-            place.mkdir(parents=True, exist_ok=True)
-            image = PIL.Image.fromarray(images[number].permute(1, 2, 0).numpy())
-            image.save(place / f"{number:04}.png")
-    return tmp_path / "few"
-
-
-def proof(few: Path, run_dir: str) -> TrainConfig:
+def proof(run_dir: str) -> TrainConfig:
     """Return two epochs in float64, with augmentation."""
-    config = watch.proof_config(run_dir, model="mlp", epochs=2, augment=True)
-    return with_flags(config, dataset=str(few), checkpoint_every=4)
+    config = watch.proof_config(run_dir, model="mlp", epochs=2, batch_size=24, augment=True)
+    return with_flags(config, dataset="few", checkpoint_every=4)
 
 
-def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
-    few: Path, tmp_path: Path
-) -> None:
-    [one] = run_world(1, watch.train_and_watch, proof(few, "one"), folder=tmp_path)
-    two = run_world(2, watch.train_and_watch, proof(few, "two"), folder=tmp_path)
+def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(tmp_path: Path) -> None:
+    write_noise(tmp_path / "few" / "train", *flat(180))
+    write_noise(tmp_path / "few" / "test", *flat(20), seed=1)
+    [one] = run_world(1, watch.train_and_watch, proof("one"), folder=tmp_path)
+    two = run_world(2, watch.train_and_watch, proof("two"), folder=tmp_path)
     assert len(one.images) == STEPS
     assert watch.per_step(two) == watch.per_step([one])
     assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
 
-    broken = proof(few, "broken")
-    stopped_at = stop(broken, tmp_path, step=7, size=2, by=1)
-    [again, _] = run_world(2, watch.just_train, watch.resumed(broken), folder=tmp_path)
+    stopped_at = stop(proof("broken"), tmp_path, step=7, size=2, by=1)
+    [again, _] = run_world(2, watch.just_train, watch.resumed(proof("broken")), folder=tmp_path)
     assert again["resumed_from"] == [stopped_at]
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
 

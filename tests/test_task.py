@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.task import options_of
 from ddp_mnist.training import weights
 from ddp_mnist.verbs.verify import watch
-from tests.commands import Typed, python
+from tests.commands import Typed
 from tests.training import apart, own_module, stop, with_flags
 
 OWN = """
@@ -47,26 +48,11 @@ class Spot(Task):
         predictions -= targets  # its own copies
         return {"worst": np.abs(predictions).max(), "odd": np.nan}
 
-class Mean(Spot):
-    def loss(self, outputs, targets):
-        return super().loss(outputs, targets).mean()
-
-class Total(Spot):
-    def score(self, predictions, targets):
-        return super().score(predictions, targets).sum()
-
-class Word(Spot):
-    columns = "x"
-
 class Twice(Spot):
     columns = ("x", "x")
 
 class Loss(Spot):
     name = "loss"
-
-class Spread(Spot):
-    def loss(self, outputs, targets):
-        return (outputs[:, 0] - targets).square().mean(1)
 
 class Around(Spot):
     def score(self, predictions, targets):
@@ -76,22 +62,10 @@ class Short(Spot):
     def predict(self, outputs):
         return outputs[:, :1]
 
-class Flat(Spot):
-    def predict(self, outputs):
-        return outputs[:, 0]
-
-class Init(Spot):
-    def __init__(self):
-        pass
-
 class Again(Spot):
     def metrics(self, predictions, targets):
         return {"loss": 1.0}
-
-class Bare(Task):
-    pass
 """
-IMAGES = 240
 
 
 @pytest.fixture
@@ -99,7 +73,7 @@ def spots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of images of a spot, with its place in metadata.csv; my_task.py is beside."""
     own_module("my_task", OWN, tmp_path, monkeypatch)
     (tmp_path / "spots").mkdir()
-    pixels, places = np.arange(16), np.random.default_rng(0).uniform(3, 13, (IMAGES, 2))
+    pixels, places = np.arange(16), np.random.default_rng(0).uniform(3, 13, (240, 2))
     for number, (x, y) in enumerate(places):
         image = np.exp(-((pixels - x) ** 2 + (pixels[:, None] - y) ** 2) / 8)
         PIL.Image.fromarray(np.uint8(255 * image)).save(tmp_path / "spots" / f"{number}.png")
@@ -159,11 +133,12 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     assert page.count("<figure") == 2
     assert "Validation distance" in page
     assert "confusion" not in page.partition("</style>")[2]
-    assert typed("export", "on-1", "--format", "onnx").code == 0
+    assert typed("export", "on-1").code == 0
     card = (tmp_path / "on-1" / "export" / "README.md").read_text()
     assert f"Test distance {summary['test_distance']:.4f} on" in card
     (tmp_path / "my_task.py").write_text(OWN + "\n")
-    ended = python("-m", "ddp_mnist", "predict", "on-1", str(spots / "7.png"), folder=tmp_path)
+    del sys.modules["my_task"]  # as in another process
+    ended = typed("predict", "on-1", str(spots / "7.png"))
     assert "the file of --task my_task:Spot was changed since" in ended.err
 
 
@@ -175,39 +150,31 @@ REFUSED = {
     "--task my_task:Short": f"--task my_task:Short, {ON}: predict gives [3, 1], must be [3, 2]",
     "--task my_task:Again": f"--task my_task:Again, {ON}: ValueError: metrics gives loss, which",
     "--task my_task:Gone": "--task my_task:Gone: AttributeError: ",
-    "--task my_task:Bare": "--task my_task:Bare: needs columns, a tuple of",
-    "--task my_task:Word": "--task my_task:Word: needs columns, a tuple of",
     "--task os.path:join": "--task os.path:join: must be a class derived from",
-    "--task my_task:Init": "--task my_task:Init: TypeError: Init.__init__() takes 1 positional",
-    "--task my_task:Flat": f"--task my_task:Flat, {ON}: predict gives [3], must be [3, 2]",
-    "--task my_task:Mean": f"--task my_task:Mean, {ON}: gives a loss of shape []",
-    "--task my_task:Total": f"--task my_task:Total, {ON}: gives a score of shape []",
     "--task my_task:Spot --loss my_task:f": "--loss my_task:f: has no part in --task my_task:Spot;",
     "--task my_task:Spot --metrics f1": "--metrics f1: has no part in --task my_task:Spot; leave",
     "--task my_task:Spot --dataset digits": "--dataset digits: has classes, and no x, y",
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_does_not_fit_is_refused(flags: str, spots: Path, typed: Typed) -> None:
-    ended = typed("train", "--dataset", str(spots), *flags.split())
-    [line] = ended.error_lines
-    assert line.startswith(f"ddp-mnist: error: {REFUSED[flags]}")
+def test_what_does_not_fit_is_refused(spots: Path, typed: Typed) -> None:
+    for flags, words in REFUSED.items():
+        [line] = typed("train", "--dataset", str(spots), *flags.split()).error_lines
+        assert line.startswith(f"ddp-mnist: error: {words}")
 
 
 CELLS = {
     "0.png,,2": "column x is ''; give a number below 3e",
     "0.png,nan,2": "column x is 'nan'; give a number",
-    "0.png,1,far": "column y is 'far'; give a number",
     "0.png,1,1e39": "column y is '1e39'; give a number",
 }
 
 
-@pytest.mark.parametrize("row", CELLS)
-def test_a_cell_that_is_not_a_number_is_named(row: str, spots: Path) -> None:
-    write_table(spots, [row.split(",")])
-    with pytest.raises(DataError, match=rf"metadata.csv: 0.png, {CELLS[row]}"):
-        read(spots)
+def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
+    for row, words in CELLS.items():
+        write_table(spots, [row.split(",")])
+        with pytest.raises(DataError, match=rf"metadata.csv: 0.png, {words}"):
+            read(spots)
 
 
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:

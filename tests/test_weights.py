@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
@@ -76,13 +75,6 @@ def test_equal_weights_give_equal_bytes() -> None:
     assert weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
 
 
-def test_the_metadata_is_one_key_that_says_what_it_is(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model").write_bytes(content)
-    with safe_open(tmp_path / "model", "pt") as file:
-        assert file.metadata() == {"ddp_mnist": described()}
-    assert weights.from_bytes(content, "run").image_format == PREPARED
-
-
 def check_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError) as refused:
         weights.from_bytes(content, "runs/x")
@@ -90,16 +82,14 @@ def check_refused(content: bytes) -> None:
 
 
 GARBAGE = [
-    *(b"\0" * 64, b"\xff" * 64, b"PK\3\4" + b"x" * 200, b"not a model"),
-    *(after_length(2, b"[]"), after_length(4, b"null"), after_length(2**62, b"{}")),
+    *(b"not a model", after_length(2, b"[]"), after_length(2**62, b"{}")),
     *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
     weights.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
-    weights.to_bytes({"count": torch.tensor([1])}, "mlp", Classification(CLASSES), PREPARED),
 ]
 
 
 def test_garbage_and_what_is_cut_short_is_refused(content: bytes) -> None:
-    ends = [0, 4, 8, 9, 100, *(len(content) * n // 15 for n in range(1, 15)), len(content) - 1]
+    ends = [0, 8, 100, *(len(content) * n // 15 for n in range(1, 15)), len(content) - 1]
     for damaged in (*GARBAGE, *(content[:end] for end in ends)):
         check_refused(damaged)
 
