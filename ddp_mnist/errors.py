@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -162,6 +162,11 @@ def shown_name(name: str) -> str:
 def joined(names: Iterable[str], columns: int) -> str:
     """Return the names with commas between them, cut to so many columns by a final `...`."""
     return textwrap.shorten(", ".join(names), columns, placeholder=" ...")
+
+
+def first_of(names: Sequence[str], most: int) -> list[str]:
+    """Return at most so many of the names, and then `...` if there are more."""
+    return [*names[:most], "..."] if len(names) > most else [*names]
 
 
 def reason(error: BaseException) -> str:

@@ -44,18 +44,18 @@ OF_A_TASK = "columns name outputs loss predict score better metrics scaled unsca
 OF_ALL_TASKS = "training_loss count answer about"  # which a task of one's own keeps
 # Code lines; those of the top folder are its own modules.
 ROOMS = {
-    ".": 849,
-    "cluster": 1_356,
-    "config": 585,
-    "data": 1_376,
+    ".": 854,
+    "cluster": 1_336,
+    "config": 580,
+    "data": 1_395,
     "nets": 440,
     "system": 225,
-    "training": 1_618,
+    "training": 1_617,
     "verbs": 1_037,
-    "verbs/doctor": 516,
+    "verbs/doctor": 514,
     "verbs/verify": 325,
 }
-TESTS = 14_502
+TESTS = 12_900
 
 
 @pytest.mark.parametrize("verb", FLAGS)

@@ -167,7 +167,7 @@ def check_passed_over(damaged: bytes, folder: Path) -> None:
         read_newest(folder)
     assert at(folder, 1).read_bytes() == damaged
     found = f"({at(folder, 1).name} {DAMAGED})"
-    assert str(refused.value).startswith(f"{folder}: holds no complete checkpoint {found}; start")
+    assert str(refused.value).startswith(f"{folder}: holds no complete checkpoint {found}; put")
     with pytest.raises(CheckpointError, match=f"^here: {DAMAGED}; remove it"):
         from_bytes(damaged, "here")
 

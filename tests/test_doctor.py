@@ -85,7 +85,7 @@ TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     ({f"{M}.version": always("2.13")}, machine.software, "FAIL .* needs torch>=.* -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
-    (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES=-1"),
+    (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES "),
     (SOME_SEEN, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
     ({PRODUCT: wrong_product}, machine.processors, "FAIL cpu: .* 1 wrong numbers .* -> do not tra"),
     ({PRODUCT: BROKEN}, machine.processors, r"FAIL cpu: .* \(CUDA error: .* -> see nvidia-s"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.nets.ours import MODELS
 from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
+from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
 from ddp_mnist.training import weights
 from ddp_mnist.verbs import export
@@ -52,6 +54,8 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         parameter.data *= 3  # an opinion of its own
     content = weights.to_bytes(net.state_dict(), "cnn", Classification(KINDS), COLOUR)
     (own / "model.safetensors").write_bytes(content)
+    summary = read_json(own / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
+    (own / "summary.json").write_text(json.dumps(summary))
     write(own, *EXPORTS)
     return own
 

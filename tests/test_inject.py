@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config.faults import EXIT_STEP, FAULTS
+from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError
@@ -68,22 +68,20 @@ def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) ->
     assert (summary["inject"], summary["epochs"]) == ("schedule", 3)
 
 
-TOO_SMALL = [
-    *((fault, 1, 2, "one process cannot") for fault in FAULTS if fault != "epoch"),
-    ("epoch", 1, 1, "needs 2 epochs or more; raise"),
-    ("exit", 2, 1, f"needs {EXIT_STEP} steps or more; raise"),
-]
-
-
-@pytest.mark.parametrize(("fault", "processes", "epochs", "refused"), TOO_SMALL)
-def test_a_run_too_small_for_a_fault_is_refused(
-    fault: str, processes: int, epochs: int, refused: str
-) -> None:
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_too_small_for_a_fault_is_refused(name: str) -> None:
     """Nothing would be wrong in it. The digits have 15 steps an epoch."""
-    with pytest.raises(UsageError, match=f"^--inject {fault}: {refused}"):
-        recipe_of(processes, inject=fault, epochs=epochs)
-    least = 1 if fault == "epoch" else 2
-    assert recipe_of(least, inject=fault, epochs=2).inject == fault
+    fault, refused = (
+        FAULTS[name],
+        rf"^--inject {name}: in so small a run it changes nothing; least: ",
+    )
+    for processes, epochs in ((1, 1), (1, 2), (2, 1)):
+        enough = processes >= fault.processes and epochs >= fault.epochs
+        if enough and 15 * epochs >= fault.steps:
+            assert recipe_of(processes, inject=name, epochs=epochs).inject == name
+        else:
+            with pytest.raises(UsageError, match=refused):
+                recipe_of(processes, inject=name, epochs=epochs)
 
 
 def test_batchnorm_takes_a_net_that_has_it(tmp_path: Path) -> None:

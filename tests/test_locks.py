@@ -62,5 +62,5 @@ def test_fault_38_a_disk_that_gives_no_locks_is_no_full_disk(no_flock: int, tmp_
     with pytest.raises(StorageError) as refused, RunFolder() as run:
         run.open(tmp_path)
     assert refused.value.code == 5
-    line = f"{tmp_path}/.lock: {os.strerror(no_flock)}; make it writable, or use a --run-dir on"
-    assert str(refused.value) == f"{line} another disk"
+    line = f"{tmp_path}: cannot be written ({os.strerror(no_flock)}); free space or fix permissions"
+    assert str(refused.value) == f"{line}, or use another --run-dir"

@@ -11,6 +11,7 @@ from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import gpus, hide_gpus, is_forked
 from ddp_mnist.cluster.launch import PRECISION, Launch
+from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.limits import cores
@@ -47,13 +48,13 @@ def decide(flags: Distribution, launch: Launch, full_precision: bool = False) ->
     if backend == "auto":
         backend = "gloo" if on_cpu else "nccl"
 
+    has_bf16 = has_native_bf16("cpu" if on_cpu else "cuda")
     precision = flags.mixed_precision or os.environ.get(PRECISION) or "auto"
     if flags.cpu and not flags.mixed_precision and precision == "fp16":
         precision = "auto"  # a YAML's fp16 is meant for GPUs
     if full_precision:
         precision = "no"
     elif precision == "auto":
-        has_bf16 = has_native_bf16("cpu" if on_cpu else "cuda")
         precision = "bf16" if has_bf16 else "no" if on_cpu else "fp16"
 
     # What does not exist here, or does not fit together.
@@ -62,15 +63,24 @@ def decide(flags: Distribution, launch: Launch, full_precision: bool = False) ->
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     if on_cpu and backend == "nccl":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
-    if on_cpu and fp16:  # Accelerate would train in fp32 and report fp16
-        by = "--mixed-precision" if flags.mixed_precision else "accelerate launch: its config says"
-        fix = "add --mixed-precision auto, or use a config for CPUs, e.g. multi_cpu.yaml"
-        raise UsageError(f"{by} fp16: needs a GPU, and none is visible here; {fix}")
+    if precision not in ("no", "fp16", "bf16", "fp64"):
+        raise UsageError(f"--mixed_precision {precision}: choose from no, fp16, bf16")
+    if on_cpu and fp16 and flags.mixed_precision:  # Accelerate would train in fp32 and report fp16
+        raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
+    if on_cpu and fp16:
+        config = "multi_cpu" if launch.world_size > 1 else "cpu"
+        config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
+        raise UsageError(
+            "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
+            f" here; use {launch_configs.as_flag(config)}"
+        )
     # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
     # skips once, would return in every step.
     if fp16 and flags.comm_hook == "powersgd":
-        fix = "add --mixed-precision no, or bf16 where the GPU has it"
-        raise UsageError(f"--comm-hook powersgd: cannot recover from fp16's overflows; {fix}")
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
+        )
 
     compile_options = {"backend": "inductor"} if flags.compile else {}
     with blame("ACCELERATE_DYNAMO_*", UsageError):

@@ -27,7 +27,7 @@ from ddp_mnist.data.decode import (
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
 from ddp_mnist.data.listing import SPLITS, Listing
-from ddp_mnist.errors import DataError, joined, printable
+from ddp_mnist.errors import DataError, first_of, printable
 from ddp_mnist.system.limits import cores
 
 Array = np.ndarray
@@ -128,7 +128,7 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
-        notes.append(f"images of {joined(shown, 40)} became {size[0]}x{size[1]}")
+        notes.append(f"images of {', '.join(first_of(shown, 3))} became {size[0]}x{size[1]}")
     if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
@@ -192,7 +192,7 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
     if not listing.broken:
         return []
     named = [name for _, name in sorted(listing.broken.items())]
-    shown = joined(map(printable, named), 400)
+    shown = printable(", ".join(first_of(named, SHOWN)))
     if len(named) > SHOWN:
         list_of_broken.write_text("\n".join(named) + "\n", errors="backslashreplace")
         shown += f" (all are in {list_of_broken})"

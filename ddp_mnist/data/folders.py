@@ -16,7 +16,7 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
-from ddp_mnist.errors import DataError, blame, joined, printable
+from ddp_mnist.errors import DataError, blame, first_of, joined, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them; also Train, TrainSet and the like.
@@ -98,7 +98,7 @@ def find_images(
             fault = f"{where}: {path} is a link to a folder or to nothing, and is not followed"
             raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common()]
-    shown = joined(map(printable, kinds), 80)
+    shown = printable(", ".join(first_of(kinds, 5)))
     note = f"files without the suffix of an image were left out: {shown}"
     return images, [note] if odd else []
 

@@ -101,7 +101,13 @@ class RunFolder:
         if not free:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
-        self.begin()
+        try:
+            self.begin()
+        except StorageError:
+            self.release()
+            if run_dir is None:
+                path.rmdir()  # it was made just now
+            raise
         if path.parent == RUNS:
             _link(RUNS / LATEST, path)
 
@@ -165,7 +171,7 @@ class RunFolder:
 
     def check_ours(self) -> None:
         """Raise StorageError if the folder or its lock was removed: another run may write there."""
-        if self.path:
+        if self.path and self._lock:
             with storage_errors(self.path / LOCK):
                 number = (self.path / LOCK).stat().st_ino
             if number != self._number:
