@@ -42,6 +42,12 @@ def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) ->
     assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
 
 
+def test_the_courses_spawn_adds_up_its_ranks(tmp_path: Path) -> None:
+    printed = python(str(REPOSITORY / "docs/course/spawn.py"), folder=tmp_path).succeeds()
+    lines = sorted(printed.splitlines())
+    assert lines == [f"rank {rank} of 4: the ranks add up to 6" for rank in range(4)]
+
+
 TEMPLATES = ("template_ddp", "template_accelerate")
 TASK = re.compile(r"# --- Your task.*?(?=# --- )", re.DOTALL)  # the four functions to replace
 # Where the brightest point of a noisy image lies, as two numbers.

@@ -4,6 +4,10 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from huggingface_hub import ModelCard
 from PIL.ExifTags import Base
 from safetensors.torch import load_file
 
-from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.nets.ours import MODELS
@@ -27,6 +31,7 @@ from ddp_mnist.training import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.chaos import wait_until
 from tests.commands import Typed, fences_of, python, write_given
 from tests.data_sets import GREY
 
@@ -101,7 +106,8 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
     script = tmp_path / "from_photo.py"
     loaded = "import sys\nprint({'torch', 'ddp_mnist'} & {*sys.modules})"
     script.write_text(f"{script.read_text()}\n{loaded}")
-    (tmp_path / "runs").symlink_to(exported.parent)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(exported)
     (photo := tmp_path / "new_photos" / "0.jpg").parent.mkdir()
     (turned := PIL.Image.Exif())[Base.Orientation] = 6
     words = []
@@ -113,6 +119,39 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
         assert printed.splitlines() == [answer["label"], "set()"]
         words.append(answer["label"])
     assert len({*words}) > 1
+
+
+def test_the_pages_service_answers_as_predict_does(
+    exported: Path, tmp_path: Path, typed: Typed
+) -> None:
+    [fence] = [f for f in fences_of(PAGE) if f.body.startswith("# service.py")]
+    port, photo = free_port(), tmp_path / "0.png"
+    (tmp_path / "service.py").write_text(fence.body.replace("8000", str(port)))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(exported)
+    PIL.Image.linear_gradient("L").resize((90, 70)).convert("RGB").save(photo)
+    [answer] = map(json.loads, typed("predict", exported, photo).out.splitlines())
+    with subprocess.Popen([sys.executable, "-u", "service.py"], cwd=tmp_path, stdout=-1) as service:
+        assert service.stdout and b"listening" in service.stdout.readline()
+        where = f"http://127.0.0.1:{port}"
+        wait_until(lambda: not is_refused(where))
+        with urllib.request.urlopen(where, photo.read_bytes()) as reply:
+            found = json.loads(reply.read())
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(where, b"no image")
+        service.terminate()
+    assert found["probability"] == pytest.approx(answer["probability"], abs=1e-4)
+    assert found["label"] == (answer["label"] if answer["probability"] >= 0.8 else "not sure")
+
+
+def is_refused(where: str) -> bool:
+    try:
+        urllib.request.urlopen(where)
+    except urllib.error.HTTPError:
+        return False  # it answers, if only to POST
+    except urllib.error.URLError:
+        return True
+    return False
 
 
 def test_the_onnx_file_and_the_card_describe_the_images(exported: Path) -> None:
