@@ -106,8 +106,7 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
     script = tmp_path / "from_photo.py"
     loaded = "import sys\nprint({'torch', 'ddp_mnist'} & {*sys.modules})"
     script.write_text(f"{script.read_text()}\n{loaded}")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "latest").symlink_to(exported)
+    (tmp_path / "runs").symlink_to(exported.parent)
     (photo := tmp_path / "new_photos" / "0.jpg").parent.mkdir()
     (turned := PIL.Image.Exif())[Base.Orientation] = 6
     words = []
@@ -127,8 +126,7 @@ def test_the_pages_service_answers_as_predict_does(
     [fence] = [f for f in fences_of(PAGE) if f.body.startswith("# service.py")]
     port, photo = free_port(), tmp_path / "0.png"
     (tmp_path / "service.py").write_text(fence.body.replace("8000", str(port)))
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "latest").symlink_to(exported)
+    (tmp_path / "runs").symlink_to(exported.parent)
     PIL.Image.linear_gradient("L").resize((90, 70)).convert("RGB").save(photo)
     [answer] = map(json.loads, typed("predict", exported, photo).out.splitlines())
     with subprocess.Popen([sys.executable, "-u", "service.py"], cwd=tmp_path, stdout=-1) as service:
