@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
@@ -55,6 +59,29 @@ def test_fault_52_another_model_than_the_summarys_is_refused_and_written_again(
     (run / "model.safetensors").unlink()
     assert typed("train", "--resume", "run").code == 0
     assert (run / "model.safetensors").read_bytes() == right
+
+
+def test_fault_52_an_older_model_is_told_though_the_status_is_damaged(
+    run: Path, typed: Typed
+) -> None:
+    (run / "status.json").write_text("")
+    ended = typed("evaluate", "run")
+    assert ended.code == 0
+    assert "run: this is the model of step 15, from before the run was resumed" in ended.err
+
+
+def test_an_answer_that_is_no_number_is_an_error(run: Path, typed: Typed) -> None:
+    file = run / "model.safetensors"
+    with safe_open(file, "pt") as model:
+        metadata = model.metadata()
+    nothing = {name: torch.full_like(w, torch.nan) for name, w in load_file(file).items()}
+    file.write_bytes(content := save(nothing, metadata))
+    summary = read_json(run / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
+    (run / "summary.json").write_text(json.dumps(summary))
+    PIL.Image.linear_gradient("L").resize((28, 28)).save("grey.png")
+    ended = typed("predict", "run", "grey.png")
+    assert ended.code == 3
+    assert json.loads(ended.out)["error"].startswith("the model's outputs for it are not finite")
 
 
 def test_fault_53_a_folder_that_another_run_took_is_not_written(here: Path) -> None:
@@ -103,6 +130,8 @@ def test_a_buffer_that_is_no_number_is_not_saved(
 ) -> None:
     text = """
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 from ddp_mnist.nets.ours import MLP
 
 class Net(MLP):

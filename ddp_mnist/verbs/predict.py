@@ -112,11 +112,14 @@ def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
     for file in files:
         try:
             image = read_image(file, made, digit_photos)
+            outputs = trained.model(torch.tensor(image[None]))
+            if not outputs.isfinite().all():
+                raise DataError("the model's outputs for it are not finite numbers; train it again")
         except DataError as error:
             errors.append(f"{file}: {error}")
             yield {"file": str(file), "error": str(error)}
             continue
-        found = trained.task.answer(trained.model(torch.tensor(image[None])), flags.top or LISTED)
+        found = trained.task.answer(outputs, flags.top or LISTED)
         if flags.show:
             seen.append((titled(file.name, in_short(found)), image))
         yield {"file": str(file), **found}
