@@ -45,6 +45,17 @@ def test_n_processes_equal_one(size: int, one_process: OneProcess, tmp_path: Pat
     check_equal(tmp_path / "run", reference, size)  # the logged losses are those of all processes
 
 
+def test_every_rank_tests_with_rank_0s_statistics(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks' BatchNorm differs after the last step, unless a validation's forward has sent it."""
+    monkeypatch.chdir(tmp_path)
+    config = watch.proof_config(model="cnn_bn", epochs=1, val_size=0)
+    [summary, _] = run_world(2, watch.just_train, config, folder=tmp_path)
+    found = json.loads(typed("evaluate", "run", "--json").out)
+    assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-9)
+
+
 def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_it(
     tmp_path: Path,
 ) -> None:
