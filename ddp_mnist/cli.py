@@ -90,8 +90,8 @@ def open_closed_streams() -> None:
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            assert os.open(os.devnull, os.O_RDONLY if number < 2 else os.O_WRONLY) == number
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            opened = os.open(os.devnull, os.O_RDONLY if number < 2 else os.O_WRONLY)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", closefd=False))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

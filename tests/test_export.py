@@ -31,7 +31,6 @@ from ddp_mnist.training import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
-from tests.chaos import wait_until
 from tests.commands import Typed, fences_of, python, write_given
 from tests.data_sets import GREY
 
@@ -132,7 +131,6 @@ def test_the_pages_service_answers_as_predict_does(
     with subprocess.Popen([sys.executable, "-u", "service.py"], cwd=tmp_path, stdout=-1) as service:
         assert service.stdout and b"listening" in service.stdout.readline()
         where = f"http://127.0.0.1:{port}"
-        wait_until(lambda: not is_refused(where))
         with urllib.request.urlopen(where, photo.read_bytes()) as reply:
             found = json.loads(reply.read())
         with pytest.raises(urllib.error.HTTPError, match="400"):
@@ -140,16 +138,6 @@ def test_the_pages_service_answers_as_predict_does(
         service.terminate()
     assert found["probability"] == pytest.approx(answer["probability"], abs=1e-4)
     assert found["label"] == (answer["label"] if answer["probability"] >= 0.8 else "not sure")
-
-
-def is_refused(where: str) -> bool:
-    try:
-        urllib.request.urlopen(where)
-    except urllib.error.HTTPError:
-        return False  # it answers, if only to POST
-    except urllib.error.URLError:
-        return True
-    return False
 
 
 def test_the_onnx_file_and_the_card_describe_the_images(exported: Path) -> None:

@@ -203,6 +203,12 @@ COLOURS = np.array([[[9, 60, 200], [255, 0, 0]], [[9, 60, 200], [1, 2, 3]]], np.
 OPAQUE = np.full((2, 2, 1), 255, np.uint8)
 
 
+def key_in(file: Path) -> int:
+    with PIL.Image.open(file) as opened:
+        opened.load()
+        return key_of(stored_pixels(opened))
+
+
 @pytest.mark.parametrize("grey", [False, True])
 def test_a_picture_is_the_same_in_every_mode_that_holds_it(grey: bool, tmp_path: Path) -> None:
     pixels = np.repeat(COLOURS[..., :1], 3, 2) if grey else COLOURS
@@ -216,13 +222,20 @@ def test_a_picture_is_the_same_in_every_mode_that_holds_it(grey: bool, tmp_path:
     keys = set()
     for name, form in forms.items():
         form.save(tmp_path / name, lossless=True)
-        with PIL.Image.open(tmp_path / name) as opened:
-            opened.load()
-            keys.add(key_of(stored_pixels(opened)))
+        keys.add(key_in(tmp_path / name))
     assert len(keys) == 1
     clear = np.concatenate([pixels, OPAQUE // 2], 2)
     assert key_of(stored_pixels(PIL.Image.fromarray(clear))) not in keys
     assert key_of(stored_pixels(PIL.Image.fromarray(pixels[::-1]))) not in keys
+
+
+def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_path: Path) -> None:
+    """Pillow's own conversion to RGBA would make all values above 255 white."""
+    steps = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    for number in (900, 1000):
+        deep = PIL.Image.fromarray(steps * number + 300)
+        deep.save(tmp_path / f"{number}.png", transparency=300)
+    assert key_in(tmp_path / "900.png") != key_in(tmp_path / "1000.png")
 
 
 # --- Losses

@@ -96,14 +96,14 @@ def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
     They are the same in every mode of 8 bits that can hold them: with colours for a palette, and
     without channels that tell nothing, which are full opacity and the colours of grey.
     """
-    if image.mode in ("1", "LA", "La", "P", "PA") or image.has_transparency_data:
+    may_hide = image.has_transparency_data or image.mode in ("1", "P")
+    if may_hide and not image.mode.startswith("I"):  # 16 bits would be clipped at 255
         image = image.convert("RGBA")
     pixels = np.asarray(image)
     if image.mode == "RGBA" and (pixels[..., 3] == 255).all():
         pixels = pixels[..., :3]
     if image.mode in ("RGB", "RGBA") and pixels.shape[2] == 3:
-        first = pixels[..., :1]
-        pixels = pixels[..., 0] if (pixels == first).all() else pixels
+        pixels = pixels[..., 0] if (pixels == pixels[..., :1]).all() else pixels
     return pixels
 
 
