@@ -29,7 +29,7 @@ READER = MarkdownIt("commonmark").enable("table")
 WIDE = r"[\u3000-\u9fff\uff00-\uffef]"  # a letter or a sign of Chinese
 BLOCKS = {"bullet_list_open", "ordered_list_open", "blockquote_open", "heading_open"}
 FENCE_MARK = re.compile(r"`{3,}|~{3,}")
-# What the commands of a fence need, or what is done with them; see tests/test_docs.py.
+# What the commands of a fence need, or what is done with them; see tests/pages/test_docs.py.
 MARKS = {"gpu", "slurm", "hub", "network", "hosts", "images", "minutes", "proof", "fails"}
 README_WORDS = 1300
 FOLDERS = ("ddp_mnist", "docs", "tests", "tools", "deploy", "accelerate_configs", ".github")

@@ -25,7 +25,7 @@ from tests.hosts import require_flock
 Maker = Callable[[Path], None]
 
 preload("ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.verbs.evaluate")
-preload("ddp_mnist.verbs.doctor.verb", "tests.commands", "tests.training")
+preload("ddp_mnist.verbs.doctor.verb", "tests.commands", "tests.run_checks")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     """Sort the files that took longest first, so that the workers end at about the same time."""
     if cache := getattr(config, "cache", None):  # -p no:cacheprovider leaves none
         seconds = cache.get(SECONDS, {})
-        items.sort(key=lambda item: -seconds.get(item.path.name, 0))
+        items.sort(key=lambda item: -seconds.get(item.location[0], 0))
 
 
 def remember_seconds(terminalreporter: Any, config: pytest.Config) -> None:
@@ -72,7 +72,7 @@ def remember_seconds(terminalreporter: Any, config: pytest.Config) -> None:
     seconds = defaultdict[str, float](float)
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            seconds[Path(report.location[0]).name] += report.duration
+            seconds[report.location[0]] += report.duration
     if cache := getattr(config, "cache", None):
         cache.set(SECONDS, cache.get(SECONDS, {}) | seconds)
 
@@ -116,7 +116,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def flock(tmp_path: Path) -> None:
-    """Skip what is otherwise on a disk without flock; tests/test_locks.py has that."""
+    """Skip what is otherwise on a disk without flock; tests/system/test_locks.py has that."""
     require_flock(tmp_path)
 
 

@@ -37,7 +37,7 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import of, split_up, write_noise
-from tests.training import apart, check_equal, metrics
+from tests.run_checks import apart, check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
 PROOF: dict[str, Any] = {"dataset": "digits", "model": "mlp", "epochs": 3, "batch_size": 72}

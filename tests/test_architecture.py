@@ -86,7 +86,15 @@ def nesting(node: ast.AST) -> int:
     return deepest + isinstance(node, blocks)
 
 
-# --- Imports
+# --- Names and imports
+
+
+def test_the_tests_of_a_room_have_the_names_of_its_modules() -> None:
+    """What needs several rooms, or machines, is in whole/, machines/ and pages/."""
+    for room in (path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()):
+        tested = {path.stem for path in (REPOSITORY / "tests" / room.name).glob("test_*.py")}
+        modules = {f"test_{path.stem}" for path in room.iterdir()}
+        assert tested and tested <= modules, sorted(tested - modules)
 
 
 def test_every_file_has_a_floor() -> None:

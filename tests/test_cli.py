@@ -86,7 +86,7 @@ def test_help_of_each_verb_ends_with_examples_that_are_right(verb: str, typed: T
 VERBS = "train, evaluate, predict, report, export, prepare, doctor, verify"
 ONE_GPU = "each process takes the GPU of its local rank; leave it out, and put CUDA_VISIBLE_DEVI"
 NEVER_A_NUMBER = ("''", "abc", "7x", "nan", "1e400", "inf", "½", "数", "1,5", "0x10", "9" * 5000)
-# Bounds, choices and empty words of train's flags are in test_config.py.
+# Bounds, choices and empty words of train's flags are in test_recipe.py.
 REFUSED = {
     **{f"train --lr {text}": "--lr " for text in NEVER_A_NUMBER},
     **{f"train --batch-size {text}": "--batch-size " for text in NEVER_A_NUMBER},

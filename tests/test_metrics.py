@@ -22,8 +22,8 @@ from ddp_mnist.training.weights import from_bytes, read_bytes
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed
 from tests.data_sets import of, write_idx
-from tests.test_tracking import logged, scalars
-from tests.training import metrics, what_it_says, with_flags
+from tests.run_checks import metrics, what_it_says, with_flags
+from tests.training.test_tracking import logged, scalars
 
 OWN = """
 import warnings

@@ -22,7 +22,7 @@ from ddp_mnist.task import options_of
 from ddp_mnist.training import weights
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
-from tests.training import apart, own_module, stop, with_flags
+from tests.run_checks import apart, own_module, stop, with_flags
 
 OWN = """
 import numpy as np

@@ -19,7 +19,15 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx
-from tests.training import apart, check_equal, metrics, status, told_once, what_it_says, with_flags
+from tests.run_checks import (
+    apart,
+    check_equal,
+    metrics,
+    status,
+    told_once,
+    what_it_says,
+    with_flags,
+)
 
 STEPS = 45
 OneProcess = tuple[Path, watch.Seen]

@@ -1,0 +1,172 @@
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddp_mnist.cluster.device import decide, has_native_bf16, set_threads
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.errors import UsageError
+from tests.commands import CONFIGS
+
+Patch = pytest.MonkeyPatch
+
+PAIR = Launch("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", 29500, agent_store=True)
+
+
+@pytest.mark.parametrize("launcher", [None, "", "no", "fp16", "bf16"])
+@pytest.mark.parametrize("flag", [None, "auto", "no", "fp16", "bf16", "fp64"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("native", [True, False])
+def test_precision_in_effect(
+    launcher: str | None, flag: str | None, device: str, native: bool, monkeypatch: Patch
+) -> None:
+    if launcher is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
+    flags = Distribution(mixed_precision=flag)
+    requested = flag or launcher or "auto"  # the flag beats the launcher
+    if (requested, device) == ("fp16", "cpu"):
+        with pytest.raises(UsageError, match="needs a GPU"):
+            decide(flags, Launch())
+        assert decide(flags, Launch(), full_precision=True).precision == "no"
+        return
+    auto = "bf16" if native else "fp16" if device == "cuda" else "no"
+    expected = auto if requested == "auto" else requested
+    assert decide(flags, Launch()).precision == expected
+
+
+def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
+    for capabilities, native in (
+        ([(7, 5)], False),  # T4
+        ([(8, 0)], True),  # A100
+        ([(9, 0), (7, 0)], False),  # all ranks have to train alike
+    ):
+        monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda found=capabilities: len(found))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        assert has_native_bf16("cuda") is native
+    for has_mkldnn in (True, False):  # torch's wheels for macOS have none
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda it=has_mkldnn: it)
+        for names, native in ((["bf16"], has_mkldnn), (["amx_bf16"], has_mkldnn), ([], False)):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda n=names: dict.fromkeys(n, 1))
+            assert has_native_bf16("cpu") is native
+
+
+@pytest.mark.parametrize(
+    ("launch", "config"),
+    [
+        (Launch("accelerate"), "cpu"),
+        (PAIR, "multi_cpu"),
+        (replace(PAIR, num_machines=2), "multi_node_cpu"),
+    ],
+)
+def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
+    launch: Launch, config: str, monkeypatch: Patch
+) -> None:
+    with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
+        decide(Distribution(mixed_precision="fp16"), launch)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(
+        UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
+    ):
+        decide(Distribution(), launch)
+    assert decide(Distribution(cpu=True), launch).precision != "fp16"  # it overrides the YAML
+    assert (CONFIGS / f"{config}.yaml").is_file()
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "variable", "wants_cpu"),
+    [(False, "no", False), (True, "no", True), (False, "True", True), (False, "1", True)],
+)
+def test_the_device(
+    flag: bool, variable: str, wants_cpu: bool, has_gpu: bool, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
+    expected = "cuda" if has_gpu and not wants_cpu else "cpu"
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
+    assert decide(Distribution(cpu=flag), Launch()).device == expected
+    # a request for the CPU hides the GPUs, before torch looks for them
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "launch", "device", "backend"),
+    [
+        ("auto", Launch(), "cpu", "none"),
+        ("auto", PAIR, "cpu", "gloo"),
+        ("auto", PAIR, "cuda", "nccl"),
+        ("gloo", PAIR, "cuda", "gloo"),
+        # a launcher that serves a store has formed a world, if only of one
+        ("auto", replace(PAIR, world_size=1), "cpu", "gloo"),
+    ],
+)
+def test_the_backend(
+    flag: str, launch: Launch, device: str, backend: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
+    assert decide(Distribution(backend=flag), launch).backend == backend
+
+
+def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
+    for launch in (PAIR, Launch()):
+        with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
+            decide(Distribution(backend="nccl"), launch)
+    with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
+        decide(Distribution(sync_bn=True), Launch())
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
+        on_a_gpu.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: False)
+        for precision in ("fp16", None):
+            with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add --mixed-precisi"):
+                decide(Distribution(comm_hook="powersgd", mixed_precision=precision), Launch())
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU: ValueError: "):
+        decide(Distribution(cpu=True), Launch())
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
+        decide(Distribution(), Launch())
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: ValueError: "):
+        set_threads(Launch(), "cpu", 1)
+
+
+BY_TORCHRUN = Launch("torchrun", local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "launch", "device", "here", "threads"),
+    [
+        ("", Launch(), "cpu", 1, 8),
+        ("", Launch("tcp"), "cpu", 2, 4),
+        ("", Launch("tcp"), "cpu", 100, 1),
+        ("", Launch(), "cuda", 1, 1),
+        ("1", Launch("torchrun"), "cpu", 2, 4),  # set by the launcher, of its own accord
+        ("1", Launch("tcp"), "cpu", 2, 1),  # set by a person
+        ("3", Launch("torchrun"), "cpu", 2, 3),
+        ("4,2", Launch(), "cpu", 1, 4),  # OpenMP's form for nested regions
+        # after the / what SLURM gave to the task: to each process ...
+        ("/4", Launch("slurm"), "cpu", 2, 4),
+        ("/16", Launch("slurm"), "cpu", 2, 8),  # more than it may use
+        # ... or to the launcher
+        ("1/4", BY_TORCHRUN, "cpu", 2, 2),
+    ],
+)
+def test_set_threads(
+    variable: str, launch: Launch, device: str, here: int, threads: int, monkeypatch: Patch
+) -> None:
+    given, _, of_task = variable.partition("/")
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", of_task)
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr("ddp_mnist.cluster.device.cores", lambda: 8)
+    assert set_threads(launch, device, here) == threads
+    assert set_to == [threads]
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)

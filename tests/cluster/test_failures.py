@@ -1,0 +1,87 @@
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected, first_cause
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
+from tests.ranks import at_once, stores
+
+SHARED_GPU = (
+    "Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"
+)
+
+
+UNHANDLED = (
+    "NCCL AllReduce failed: unhandled system error (run with NCCL_DEBUG=INFO for details) \n"
+    "NCCL Last Error: socketPollConnect poll() timed out"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost", "kind", "message"),
+    [
+        (SHARED_GPU, [], UsageError, f"--backend nccl: {SHARED_GPU}; {A_GPU_EACH}; "),
+        (UNHANDLED, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
+        # all ranks are there
+        (UNHANDLED, [], PeerError, "lost contact with another rank of 2 (socketPoll"),
+    ],
+)
+def test_nccls_own_reason_is_given(
+    text: str, lost: list[int], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(dist.HashStore(), 0, 2)
+    monkeypatch.setattr(store, "find_dead_ranks", lambda: lost)
+    error = as_expected(store, RuntimeError(text))
+    assert type(error) is kind
+    assert str(error).startswith(message)
+    assert "NCCL_DEBUG=WARN" in str(error)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda store: store.broadcast_from_rank0("never", int),
+        lambda store: store.decide_for_all("never", 1, list),
+        lambda store: store.barrier(),
+        lambda store: store.close(),
+    ],
+)
+def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> None:
+    zero, one = stores(2)
+
+    def fail() -> None:
+        time.sleep(0.2)
+        zero.report_failure("no data", 3)
+
+    _, error = at_once(fail, partial(wait, one))
+    assert (type(error), str(error), error.code) == (FailedElsewhere, "no data", 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (DataError("no data"), "no data", 3),
+        (KeyboardInterrupt(), "KeyboardInterrupt", 130),
+        (ZeroDivisionError("by 0"), "by 0", 1),
+    ],
+)
+def test_the_first_failure_counts_and_its_rank_tells(
+    error: BaseException, message: str, code: int
+) -> None:
+    zero, one, two = stores(3)
+    zero.raise_if_failed()
+    assert first_cause(one, error) is error
+    assert error.agreed  # type: ignore[attr-defined]
+    assert zero.failure() == {"rank": 1, "message": message, "code": code, "lost": []}
+    with pytest.raises(PeerError, match=message):
+        one.raise_if_failed()  # its own, as its heartbeat reports it
+    late = first_cause(zero, ValueError("what followed"))
+    assert isinstance(late, FailedElsewhere)
+    assert (str(late), late.code, late.agreed) == (message, code, False)
+    assert first_cause(two, late) is late
+    assert isinstance(first_cause(zero, KeyboardInterrupt()), FailedElsewhere)

@@ -1,0 +1,113 @@
+"""A machine's cores, threads and GPUs: how many are there for this process, and what is said."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.device import set_threads
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.system import limits
+from tests.commands import python
+from tests.run_checks import what_it_says
+
+FORKS = """
+import multiprocessing, os
+from ddp_mnist.cluster import hardware
+
+def say_if_forked():
+    print(hardware.is_forked(), flush=True)
+
+def say_so_once_imported_here():
+    hardware.IMPORTED_BY = os.getpid()
+    say_if_forked()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
+        process = kind.Process(target=say_so_once_imported_here)
+        process.start()
+        process.join()
+    if os.fork():
+        os.wait()
+    say_if_forked()  # the copy, and then the process that it was copied from
+"""
+
+
+def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
+    """By multiprocessing, whose default on Linux it is, its contexts, and os.fork."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    ended = python("forks.py", folder=tmp_path)
+    assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])
+
+
+def threads_of_a_run() -> tuple[bool, int]:
+    del os.environ["OMP_NUM_THREADS"]  # a launcher's 1, which counts for several processes only
+    return hardware.is_forked(), set_threads(find_launch(Distribution(cpu=True)), "cpu", 1)
+
+
+def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> None:
+    """As those of verify and doctor do: their server has used no OpenMP."""
+    [found] = run_world(1, threads_of_a_run, folder=tmp_path)
+    assert found == (False, limits.cores())
+
+
+# --- GPUs that torch cannot use
+
+
+@pytest.mark.parametrize(
+    ("names", "cuda", "words"),
+    [
+        (["nvidia0", "nvidia1", "nvidiactl"], "13.2", "2 in /dev, but .*CUDA 13.2"),
+        (["nvidia0"], None, "1 in .* \\(built for CPUs only"),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_told(
+    names: list[str],
+    cuda: str | None,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A driver that is too old, a torch for CPUs, one that sees none."""
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    monkeypatch.delenv(hardware.HIDE_GPUS, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in names:
+        (tmp_path / name).touch()
+    assert re.match(rf"{words}\) sees none$", hardware.unused_gpus())
+    assert hardware.gpus_for_make() == 0
+    assert re.match(rf"GPUs: {words}\) .*, so this trains on the CPU; ", capsys.readouterr().err)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.unused_gpus() == ""
+
+
+def said_beside(devices: str) -> str:
+    """Return what a dry run prints beside GPUs that torch does not see."""
+    hardware.DEVICES = Path(devices)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
+
+
+def test_the_plan_tells_it_too(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    [said] = run_world(1, said_beside, str(tmp_path), folder=tmp_path)
+    assert "GPUs: 1 in /dev, but torch (built for " in said
+    assert f"sees none, so this trains on the CPU; {hardware.GPU_FIX}\n" in said
+
+
+def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the cards of a machine in MIG mode by its driver; CUDA gives a process one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for usable in (1, 8):
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda n=usable: n, raising=False)
+        assert hardware.gpus() == usable

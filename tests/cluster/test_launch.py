@@ -1,0 +1,249 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.errors import UsageError
+from tests.chaos import seconds_until_gone, wait_until
+from tests.commands import REPOSITORY, Started
+
+Variables = dict[str, str]
+
+# Of a worker, as Python imports it before all else: PyTorch takes a minute to import.
+SLOW = """
+import importlib.abc, os, sys, time
+from pathlib import Path
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            Path(sys.argv[1]).write_text(str(os.getpid()))
+            time.sleep(15)
+
+sys.meta_path.insert(0, Slow())
+"""
+# A launcher that starts a worker and waits for it.
+LAUNCHER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-m', 'ddp_mnist', *sys.argv[1:]])"
+)
+
+
+def variables(text: str) -> Variables:
+    return dict(word.split("=") for word in text.split())
+
+
+# What each launcher was seen to set (accelerate 1.15, torch 2.15), without what says nothing.
+TORCHRUN = variables("""
+    GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1
+    MASTER_PORT=29500 OMP_NUM_THREADS=1 RANK=1 TORCHELASTIC_RESTART_COUNT=0
+    TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2
+""")
+ALONE = variables("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 RANK=0 WORLD_SIZE=1")
+SECOND = variables("GROUP_RANK=1 GROUP_WORLD_SIZE=2 RANK=3 WORLD_SIZE=4 MASTER_ADDR=gpu1")
+ACCELERATE = variables("ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=True OMP_NUM_THREADS=2")
+BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=12345")
+SRUN = variables("""
+    SLURM_JOB_ID=70007 SLURM_JOB_NODELIST=gpu[003-005,9],cpu1 SLURM_LOCALID=1 SLURM_NNODES=2
+    SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[003-004]
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4
+""")
+ONE_TASK = variables("""
+    SLURM_LOCALID=0 SLURM_NNODES=1 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_STEP_NODELIST=gpu003
+    SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+""")
+IN_TORCHRUN = Launch("torchrun", 1, 2, 1, 2, 1, "127.0.0.1", 29500, agent_store=True)
+IN_SRUN = Launch("slurm", 3, 4, 1, None, 2, "gpu003", 25007)
+FOUND_BY_HAND = Launch("environment", 1, 2, None, None, None, "10.0.0.1", 12345)
+
+
+def without(env: Variables, *names: str) -> Variables:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+FOUND: dict[str, tuple[Variables, Launch]] = {
+    "python": ({}, Launch()),
+    "python, stale LOCAL_RANK": ({"LOCAL_RANK": "3"}, Launch()),
+    "accelerate, one process": (ACCELERATE, Launch("accelerate")),
+    "accelerate, several": (
+        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"},
+        replace(IN_TORCHRUN, launcher="accelerate"),
+    ),
+    "torchrun": (TORCHRUN, IN_TORCHRUN),
+    "torchrun, store not shared": (
+        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        replace(IN_TORCHRUN, agent_store=False),
+    ),
+    "torchrun, second node": (
+        TORCHRUN | SECOND,
+        Launch("torchrun", 3, 4, 1, 2, 2, "gpu1", 29500, agent_store=True),
+    ),
+    "torchrun inside a SLURM job": (TORCHRUN | SRUN, IN_TORCHRUN),
+    "by hand": (BY_HAND, FOUND_BY_HAND),
+    "by hand, one process": (variables("RANK=0 WORLD_SIZE=1"), Launch("environment")),
+    "srun": (SRUN, IN_SRUN),
+    "srun, fewer variables": (
+        without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"),
+        IN_SRUN,
+    ),
+    "srun, MASTER_ADDR and MASTER_PORT": (
+        SRUN | variables("MASTER_ADDR=10.1.1.1 MASTER_PORT=4711"),
+        replace(IN_SRUN, main_host="10.1.1.1", main_port=4711),
+    ),
+    "srun of one task in a larger job": (SRUN | ONE_TASK, Launch()),
+    "SLURM job of one task": (variables("SLURM_NTASKS=1 SLURM_JOB_ID=5"), Launch()),
+    "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, Launch()),
+}
+
+
+@pytest.mark.parametrize(("env", "expected"), FOUND.values(), ids=FOUND)
+def test_the_place_that_a_launcher_gives(env: Variables, expected: Launch) -> None:
+    assert find_launch(Distribution(), env) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "expected"),
+    [
+        ({"local_rank": 0}, {}, Launch()),
+        ({"init_method": "env://"}, TORCHRUN, IN_TORCHRUN),
+        ({"local_rank": 1}, TORCHRUN, IN_TORCHRUN),  # by torch.distributed.launch
+        (
+            {"init_method": "env://", "rank": 1, "world_size": 3, "local_rank": 0},
+            {"MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            Launch("environment", 1, 3, 0, None, None, "h", 1),
+        ),
+        ({"rank": 1, "world_size": 2}, BY_HAND, FOUND_BY_HAND),
+        (
+            {"init_method": "tcp://192.168.1.201:12345", "rank": 0, "world_size": 2},
+            {},
+            Launch("tcp", 0, 2, None, None, None, "192.168.1.201", 12345),
+        ),
+        (
+            {"init_method": "tcp://[::1]:65535", "rank": 1, "world_size": 2, "local_rank": 1},
+            {},
+            Launch("tcp", 1, 2, 1, None, None, "::1", 65535),
+        ),
+        (
+            {"init_method": "tcp://node-1.cluster:1/", "rank": 3, "world_size": 4},
+            SRUN,
+            Launch("tcp", 3, 4, None, None, None, "node-1.cluster", 1),
+        ),
+    ],
+)
+def test_the_place_that_flags_give(flags: dict[str, Any], env: Variables, expected: Launch) -> None:
+    assert find_launch(Distribution(**flags), env) == expected
+
+
+NO_NUMBERS: list[tuple[Variables, str]] = [
+    (TORCHRUN, "RANK=one WORLD_SIZE=2.0 LOCAL_RANK=x RANK=-1 MASTER_PORT=http"),
+    (SRUN, "SLURM_STEP_NUM_TASKS=abc SLURM_PROCID=x SLURM_LOCALID=-1 SLURM_JOB_ID=job"),
+    ({}, "SLURM_NTASKS=abc OMPI_COMM_WORLD_SIZE=x"),
+]
+REFUSED: list[tuple[Variables, str]] = [
+    *(
+        (env | variables(word), f"{word}: must be a whole number; ")
+        for env, words in NO_NUMBERS
+        for word in words.split()
+    ),
+    ({"RANK": "0"}, "RANK=0: WORLD_SIZE is not set"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
+    (without(BY_HAND, "MASTER_ADDR"), "WORLD_SIZE=2: MASTER_ADDR is not set"),
+    (without(BY_HAND, "MASTER_PORT"), "WORLD_SIZE=2: MASTER_PORT is not set"),
+    (BY_HAND | {"RANK": ""}, "WORLD_SIZE=2: RANK is not set"),
+    (BY_HAND | {"RANK": "2"}, "RANK 2: the world size is 2; ranks are 0 to 1"),
+    (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID 4: the world size is 4"),
+    (
+        variables("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_JOB_NODELIST=n[1-2]"),
+        "SLURM_NTASKS=4: this process was not started by srun",
+    ),
+    (variables("SLURM_NNODES=2 SLURM_PROCID=0"), "SLURM_NNODES=2: this process was not started by"),
+    # sbatch in the shell of a step, whose variables the job inherits
+    (SRUN | ONE_TASK | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: this process was not started by"),
+    (SRUN | ONE_TASK | {"SLURM_NNODES": "2"}, "SLURM_NNODES=2: this process was not started by"),
+    *(
+        ({name: "2"}, f"{name}=2: mpirun is not supported")
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    ),
+    # accelerate launch --cpu --num_processes 2
+    (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR=127.0.0.1: is set, but accelerate l"),
+]
+
+
+TCP: dict[str, Any] = {"init_method": "tcp://h:1", "rank": 0, "world_size": 2}
+CONTRADICTED = "the environment says"
+ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
+NO_ADDRESSES = """
+    tcp tcp:// tcp://h tcp://h: tcp://:1 tcp://h:0 tcp://h:-1 tcp://h:65536 tcp://h:port
+    tcp://h:1/path tcp://h:1?rank=0 tcp://[::1 tcp://::1:80 tcp:/h:1 h:1 udp://h:1 file:///tmp/x
+    env:/ env://h:1 数://机:1
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        *(({}, env, message) for env, message in REFUSED),
+        ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
+        ({"local_rank": 1}, {}, "--local-rank 1: the world size is 1; ranks are 0"),
+        (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
+        (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
+        ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),
+        ({"rank": 0}, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1; leave one of them out"),
+        ({"world_size": 3}, BY_HAND, f"--world-size 3: {CONTRADICTED} WORLD_SIZE=2"),
+        ({"local_rank": 0}, TORCHRUN, f"--local-rank 0: {CONTRADICTED} LOCAL_RANK=1"),
+        (TCP, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1"),
+        (TCP, TORCHRUN, f"--rank 0: {CONTRADICTED} RANK=1"),
+        (TCP | {"rank": None}, {}, "--init-method tcp://h:1: each process needs --rank R --w"),
+        (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: each process needs --rank R"),
+        *(
+            (TCP | {"init_method": word}, {}, f"--init-method {word}: {ADDRESS}")
+            for word in NO_ADDRESSES.split()
+        ),
+    ],
+)
+def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_launch(Distribution(**flags), env)
+    assert str(raised.value).startswith(message)
+
+
+def test_what_does_not_train_is_alone_in_the_shell_of_a_job_and_together_under_srun() -> None:
+    shell = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+    assert find_launch(Distribution(), shell, trains=False) == Launch()
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "n[0-1]"}
+    assert find_launch(Distribution(), shell | task, trains=False).world_size == 4
+
+
+def test_first_slurm_host() -> None:
+    nodes = "a[003-005,9],b1 n1 n1,n2 x-[1-2]-y x-[01,3]-y,z n[7] rack[1-2]node[03-04] 10.0.0.1,a"
+    first = "a003 n1 n1 x-1-y x-01-y n7 rack1node03 10.0.0.1"
+    assert [first_slurm_host(each) for each in nodes.split()] == first.split()
+
+
+def test_only_a_worker_dies_with_its_launcher() -> None:
+    for launcher in ("accelerate", "torchrun", "slurm", "tcp", "python"):
+        launch, parents = Launch(launcher), ("accelerate", "torchrun")
+        assert launch.child_of_launcher == (launcher in parents)
+
+
+# --- A worker ends with its launcher
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate run", "doctor"])
+def test_fault_02_a_worker_ends_with_its_launcher_while_it_imports(
+    verb: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    there = {**TORCHRUN, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    launcher = Started(["-c", LAUNCHER, *verb.split()], tmp_path, there).process
+    importing = tmp_path / verb.split()[0]
+    wait_until(lambda: importing.exists() and importing.read_text())
+    worker = psutil.Process(int(importing.read_text()))
+    launcher.kill()
+    try:
+        assert seconds_until_gone([worker]) < 5
+    finally:
+        launcher.communicate()

@@ -1,0 +1,59 @@
+import ast
+import os
+import tempfile
+from pathlib import Path
+
+from ddp_mnist.cluster.launch import own_environment
+from tests.commands import REPOSITORY, python
+
+OF_A_JOB = {
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "5",
+    "PMI_SIZE": "4",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "3",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+}
+STAYS = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", "RANKING": "1"}
+
+WORLDS = """
+from pathlib import Path
+from ddp_mnist.cluster.local_world import FORKSERVER, run_world
+from tests.cluster.test_local_world import seen
+
+FORKSERVER.set_forkserver_preload([])  # which takes seconds
+
+print(run_world(1, seen, folder=Path.cwd()) + run_world(2, seen, folder=Path.cwd()))
+"""
+
+
+def seen() -> tuple[dict[str, str], str]:
+    names = [*OF_A_JOB, *STAYS]
+    return {n: os.environ[n] for n in names if n in os.environ}, tempfile.gettempdir()
+
+
+def test_fault_40_what_a_job_or_a_launcher_says_to_its_processes_is_not_said_to_ours() -> None:
+    assert own_environment(OF_A_JOB | STAYS | {"HOME": "/root"}) == STAYS | {"HOME": "/root"}
+
+
+def test_fault_39_fault_40_worlds_in_a_job_with_a_long_tmpdir(tmp_path: Path) -> None:
+    """Python puts a socket into TMPDIR, whose path may have 107 characters."""
+    place = tmp_path / ("späces and " * 8)
+    place.mkdir()
+    variables = OF_A_JOB | STAYS | {"TMPDIR": str(place), "PYTHONPATH": str(REPOSITORY)}
+    ended = python("-c", WORLDS, folder=tmp_path, variables=variables)
+    assert ended.code == 0, ended.err
+    [alone, *both] = ast.literal_eval(ended.out)
+    assert alone == (STAYS, str(place))
+    for rank, (variables, place_there) in enumerate(both):
+        assert variables.pop("MASTER_PORT") != "29500"
+        of_two = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        assert (variables, place_there) == (STAYS | of_two | mine, str(place))

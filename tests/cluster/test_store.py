@@ -1,0 +1,166 @@
+"""What meeting, agreeing and ending cost a rank does not depend on how many there are."""
+
+import functools
+import os
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_mnist.cluster.failures import first_cause
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.ranks import at_once, each_of, stores
+from tests.run_checks import with_flags
+
+METHODS = (
+    *("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set", "append"),
+    *("delete_key", "num_keys", "queue_push", "queue_pop", "queue_len", "clone"),
+)
+
+
+def counted() -> Counter[str]:
+    """Return what from now on counts this process's calls of torch's stores, by method."""
+    calls, lock = Counter[str](), threading.Lock()
+
+    def count(name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                calls[name] += 1
+            return method(*args, **options)
+
+        return call
+
+    for name in METHODS:
+        if hasattr(dist.PrefixStore, name):
+            setattr(dist.PrefixStore, name, count(name, getattr(dist.PrefixStore, name)))
+    return calls
+
+
+def calls_of_runs(folder: Path) -> list[int]:
+    """Return this rank's number of calls from the beginning of a run to its end.
+
+    First of one that only shows its plan, then of 18 steps.
+    """
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    calls, totals = counted(), list[int]()
+    for flags in ({"dry_run": True}, {}):
+        calls.clear()
+        just_train(with_flags(proof_config(model="mlp", epochs=1, batch_size=64), **flags))
+        totals.append(calls.total())
+    return totals
+
+
+def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> None:
+    few, many = (
+        run_world(size, calls_of_runs, tmp_path / str(size), folder=tmp_path, timeout_s=500)
+        for size in (2, 8)
+    )
+    for of_few, of_many in zip(zip(*few, strict=True), zip(*many, strict=True), strict=True):
+        assert max(of_many[1:]) <= 1.25 * max(of_few[1:])
+        assert max(of_many) <= 60  # rank 0's too
+
+
+# --- Many
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one of many ranks found."""
+
+    calls: int
+    descriptors: int
+    met_s: float
+
+
+def meet_and_agree() -> Member:
+    """Meet, agree on facts, come together and leave."""
+    calls, began = counted(), time.monotonic()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = meet(Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port), 300)
+    met_s = time.monotonic() - began
+    store.barrier()
+    check_same(store, {"--seed": 0, "packages": "x" * 1000})
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    store.close()
+    return Member(calls.total(), descriptors, met_s)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [64, 256])
+def test_many_ranks_meet_agree_and_end(size: int, tmp_path: Path) -> None:
+    found = run_world(size, meet_and_agree, folder=tmp_path, timeout_s=400)
+    looks = max(each.met_s for each in found) / LOOK_S
+    assert max(each.calls for each in found) <= 40 + 2 * looks
+    assert max(each.descriptors for each in found[1:]) < 40  # without the group's own
+    assert found[0].descriptors < 2 * size + 60
+    print(found[0], max(each.met_s for each in found))
+
+
+def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:
+    """A burn-in of an hour does so some 10,000 times; rank 0's memory, or the agent's, holds it."""
+    eight = stores(8)
+
+    def agree(store: Store) -> list[Any]:
+        return [store.decide_for_all("x", [store.rank, n], list) for n in range(20)]
+
+    expected = [[[rank, n] for rank in range(8)] for n in range(20)]
+    assert at_once(*[partial(agree, store) for store in eight]) == [expected] * 8
+    assert eight[0].c10d.num_keys() <= 3 * 20 + 8 + 1
+
+
+def test_who_does_not_come_in_time_is_missed() -> None:
+    """Also if it came the last time."""
+    three = stores(3)
+    three[0].hosts = [f"node{rank}/boot/0" for rank in range(3)]
+
+    def agree(store: Store) -> None:
+        try:
+            store.decide_for_all("key", 1, len, within_s=0.5)
+        except PeerError as error:
+            raise first_cause(store, error) from error
+
+    assert at_once(*[partial(agree, store) for store in three]) == [None] * 3
+    zero, one = at_once(*[partial(agree, store) for store in three[:2]])
+    assert str(zero).startswith("no word of key from rank 2 (node2) within 0.5 s; see what it says")
+    assert (type(one), str(one)) == (FailedElsewhere, str(zero))
+
+
+def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> None:
+    """Many that share a few cores answer one after the other."""
+
+    def answer(number: int, store: Store) -> list[int]:
+        time.sleep(0.3 * number)
+        return store.find_dead_ranks(0.8)
+
+    *living, _ = stores(5)
+    found = at_once(*[partial(answer, *each) for each in enumerate(living)])
+    assert found == [[4]] * 4
+
+
+def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
+    def facts(rank: int) -> dict[str, Any]:
+        return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
+
+    results = each_of(4, lambda store: check_same(store, facts(store.rank)))
+    expected = (
+        "torch: rank 0 has 2.15, rank 1, 3 has 2.14;"
+        " start every process with the same flags, data and packages"
+    )
+    assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
+    many = each_of(20, lambda store: check_same(store, {"x": store.rank > 0}))
+    assert re.match(r"x: rank 0 has False, rank 1, 2, 3, [\d, ]+ \.\.\. has True;", str(many[0]))

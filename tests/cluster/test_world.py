@@ -1,0 +1,111 @@
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from ddp_mnist.cluster import world
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.world import join_world
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.errors import UsageError
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.run_checks import told_once, with_flags
+
+Patch = pytest.MonkeyPatch
+
+
+# --- Loners: faults row 23
+
+
+def train_beside_a_group_of_one() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return just_train(proof_config())
+
+
+def train_where_accelerate_sees_one_process() -> Any:
+    """Train as under a launcher that Accelerate does not understand."""
+    world.Accelerator = lambda **_: SimpleNamespace(num_processes=1)
+    return just_train(proof_config())
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (train_beside_a_group_of_one, "a process group of 1 exists already in this process; start"),
+        (train_where_accelerate_sees_one_process, "but Accelerate formed a group of 1, so each p"),
+    ],
+)
+def test_fault_23_processes_that_would_each_train_alone(
+    train: Any, message: str, tmp_path: Path
+) -> None:
+    outcomes = LocalWorld(2, train, folder=tmp_path).outcomes()
+    reported = told_once(outcomes, 2)
+    assert isinstance(reported, UsageError)
+    assert str(reported).startswith(f"WORLD_SIZE=2: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Ranks that are not alike: faults row 22
+
+
+def train_otherwise(what: str) -> Any:
+    from ddp_mnist.data import cache
+    from ddp_mnist.training import saved_config
+
+    config = proof_config()
+    if os.environ["RANK"] == "1":
+        versions, load = saved_config.package_versions(), cache.load
+        if what == "--seed":
+            config = with_flags(config, seed=5)
+        elif what == "torch":
+            saved_config.package_versions = lambda: versions | {"torch": "2.0.0"}
+        elif what == "the code's digest":
+            saved_config.code_digest = lambda: "0123"
+        else:
+            cache.load = lambda *args, **more: replace(load(*args, **more), digest="4567")
+    return just_train(config)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("--seed", "5"),
+        ("torch", "2.0.0"),
+        ("the code's digest", "0123"),
+        ("the data's digest", "4567"),
+    ],
+)
+def test_fault_22_ranks_with_other_flags_packages_code_or_data_are_refused(
+    what: str, value: str, tmp_path: Path
+) -> None:
+    outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
+    reported = told_once(outcomes, 2)
+    assert re.match(rf"{what}: rank 0 has \S+, rank 1 has {value}; start every ", str(reported))
+    assert not (tmp_path / "run").exists()
+
+
+def join_twice_beside_another_accelerator() -> list[str]:
+    """Return the precision of a notebook's own Accelerator, of two worlds, and of its own again."""
+    own = Accelerator(cpu=True, mixed_precision="bf16")
+    found = [own.mixed_precision]
+    for precision in ("no", "bf16"):
+        flags = Distribution(cpu=True, mixed_precision=precision)
+        with join_world(flags, find_launch(flags)) as here:
+            found.append(here.accelerator.mixed_precision)
+    with pytest.raises(UsageError, match=r"^no$"), join_world(flags, find_launch(flags)):
+        raise UsageError("no")
+    return [*found, own.mixed_precision, AcceleratorState().mixed_precision]
+
+
+def test_a_world_leaves_the_accelerate_of_its_process_as_it_was(tmp_path: Path) -> None:
+    """Else the next command of a notebook would be refused, or compute in this one's precision."""
+    [found] = run_world(1, join_twice_beside_another_accelerator, folder=tmp_path)
+    assert found == ["bf16", "no", "bf16", "bf16", "bf16"]

@@ -1,0 +1,163 @@
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from ddp_mnist.config.flag_fields import (
+    flag_values,
+)
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.errors import UsageError
+
+# --- What is decided by the data set
+
+MNIST, DIGITS = 60_000, 1437
+
+
+PICTURES: dict[str, Any] = {"pictures": True}
+ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "batch_size", "val_size", "epochs"),
+    [
+        *[(MNIST, {"world_size": size}, 144, 5000, 1) for size in (1, 2, 3, 4, 6, 8)],
+        (MNIST, {"world_size": 5}, 145, 5000, 1),
+        (MNIST, {"world_size": 2, "grad_accum": 5}, 150, 5000, 1),
+        *[(DIGITS, {"world_size": size}, 72, 287, 20) for size in (1, 2, 3, 4, 6, 8)],
+        (DIGITS, {"world_size": 7}, 77, 287, 22),
+        (9000, {}, 144, 1800, 6),  # 50 batches of 144
+        (8998, {}, 72, 1799, 4),  # one image less
+        (100, {"world_size": 8, "grad_accum": 4}, 64, 20, 300),  # 96 would be nearer: there are 80
+        (1, {}, 1, 0, 300),
+        # Few pictures take smaller steps, and more of them.
+        (408, PICTURES, 24, 81, 154),  # 327 to train on, 13 steps
+        (4498, PICTURES, 24, 899, 14),  # 149 steps
+        (4500, PICTURES, 72, 900, 14),  # 50 steps
+        (9000, PICTURES, 144, 1800, 20),  # 50 steps
+        (MNIST, PICTURES, 144, 5000, 10),
+        (MNIST, PICTURES | {"epochs": 1, "batch_size": 72}, 72, 5000, 1),
+        # The accurate preset takes 4,000 steps, each of twice the batch.
+        (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
+        (MNIST, ACCURATE, 288, 0, 20),  # of 208 steps
+        (DIGITS, ACCURATE, 144, 0, 445),  # of 9
+        (MNIST, ACCURATE | {"batch_size": 1000}, 1000, 0, 67),
+    ],
+)
+def test_the_data_set_decides_batch_size_and_epochs(
+    rows: int, given: dict[str, Any], batch_size: int, val_size: int, epochs: int
+) -> None:
+    typed = {name: given[name] for name in given if name not in ("world_size", "pictures")}
+    recipe = resolve_recipe(
+        Recipe(**typed), rows, given.get("world_size", 1), pictures="pictures" in given
+    )
+    assert (recipe.batch_size, recipe.val_size, recipe.epochs) == (batch_size, val_size, epochs)
+    assert recipe.steps_per_epoch == (rows - val_size) // batch_size
+
+
+NOT_OURS = ("torchvision:resnet18", "own_net:Net")
+
+
+@pytest.mark.parametrize(
+    ("models", "preset", "typed", "optimizer", "lr"),
+    [
+        (("cnn", "cnn_deep", "cnn_bn"), "fast", None, "muon", 1e-2),
+        (("mlp",), "fast", None, "adamw", 1e-2),
+        (NOT_OURS, "fast", None, "adamw", 1e-3),
+        (("cnn", "cnn_deep", "cnn_bn"), "accurate", None, "muon", 1.4e-2),
+        (NOT_OURS, "accurate", None, "adamw", 1e-3),
+        (NOT_OURS, "fast", "sgd", "sgd", 1e-2),
+        (("cnn",), "fast", "adamw", "adamw", 1e-2),
+    ],
+)
+def test_the_net_decides_optimizer_and_learning_rate(
+    models: tuple[str, ...], preset: str, typed: str | None, optimizer: str, lr: float
+) -> None:
+    for model in models:
+        found = resolve_recipe(Recipe(preset, model, optimizer=typed), DIGITS, 1)
+        assert (found.optimizer, found.lr) == (optimizer, lr)
+
+
+def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise() -> None:
+    for typed, pictures in itertools.product((None, True, False), (True, False)):
+        found = resolve_recipe(Recipe(augment=typed), DIGITS, 1, pictures=pictures)
+        assert found.augment is (pictures if typed is None else typed)
+        assert found.model == ("cnn_deep" if pictures else "cnn")
+
+
+def test_what_is_given_stays() -> None:
+    given: dict[str, Any] = {"model": "cnn", "epochs": 1, "batch_size": 64, "optimizer": "adamw"}
+    recipe = Recipe(**given, lr=0.5, augment=True, val_size=437)
+    assert flag_values(resolve_recipe(recipe, DIGITS, 2)) == flag_values(recipe)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "world_size", "begins", "ends"),
+    [
+        ({"batch_size": 128}, MNIST, 3, "--batch-size 128: is not divisible by 3", "126 or 129,.*"),
+        ({"batch_size": 72, "grad_accum": 5}, DIGITS, 2, "--batch-size 72: is", "70 or 80, .*"),
+        ({"batch_size": 80}, 100, 3, "--batch-size 80: is not", "use 78, or another .*"),
+        ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, "--batch-size 1440: is above", "use 1437"),
+        ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
+        ({"grad_accum": 5}, 10, 2, "--batch-size: must be divisible by 10 (", "or micro-batches"),
+        ({"patience": 2}, 4, 1, "--patience: needs validation images; give --val-size, e.g. 1", ""),
+    ],
+)
+def test_fault_27_what_does_not_fit_is_refused_with_what_would(
+    given: dict[str, Any], rows: int, world_size: int, begins: str, ends: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(begins)}.*{ends}$") as refused:
+        resolve_recipe(Recipe(**given), rows, world_size)
+    parts = f"({world_size} processes x --grad-accum {given.get('grad_accum', 1)})"
+    assert {"val_size", "patience"} & given.keys() or parts in str(refused.value)
+
+
+def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
+    """It must stay, so the line advises what may change."""
+    shared = resolve_recipe(Recipe(batch_size=24, grad_accum=2), DIGITS, 3, resumes=True)
+    assert shared.batch_size == 24
+    with pytest.raises(UsageError) as refused:
+        resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
+    assert str(refused.value) == (
+        "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); let"
+        " that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
+    )
+
+
+ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
+TYPED = (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
+    val_size = min(5000, rows // 5)
+    train_rows = rows - val_size
+    for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
+        least = world_size * grad_accum
+        if train_rows < least:
+            with pytest.raises(UsageError, match=f"--batch-size: must be divisible by {least} "):
+                resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+            continue
+        recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+        assert recipe.batch_size % least == 0
+        assert 0 < recipe.batch_size <= train_rows
+        assert recipe.batch_size < 144 + least
+        assert recipe.val_size == val_size
+        steps = train_rows // recipe.batch_size
+        assert recipe.epochs * steps >= 300
+        assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
+        assert resolve_recipe(recipe, rows, world_size) == recipe
+        for batch_size in TYPED:
+            given = Recipe(batch_size=batch_size, grad_accum=grad_accum, epochs=1)
+            if batch_size % least == 0 and batch_size <= train_rows:
+                assert resolve_recipe(given, rows, world_size).batch_size == batch_size
+                continue
+            with pytest.raises(UsageError) as refused:
+                resolve_recipe(given, rows, world_size)
+            legal = re.search(r"; use (\d+)(?: or (\d+))?(, or another .*)?$", str(refused.value))
+            assert legal
+            for size in map(int, filter(None, legal.groups()[:2])):
+                suggested = dataclasses.replace(given, batch_size=size)
+                assert resolve_recipe(suggested, rows, world_size).batch_size == size

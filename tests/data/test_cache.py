@@ -1,0 +1,279 @@
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data import cache as caching
+from ddp_mnist.data.cache import cache_folder, choose
+from ddp_mnist.data.cache import load as load_cached
+from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.listing import Listing
+from ddp_mnist.data.sources import Source
+from ddp_mnist.errors import StorageError, printable, reason
+from tests.chaos import wait_until
+from tests.data_sets import (
+    LABELS,
+    PIXELS,
+    TEST,
+    TRAIN,
+    of,
+    save_to_disk,
+    write_idx,
+    write_parquet,
+)
+
+# --- What is loaded
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_idx(tmp_path / "small")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def load(folder: Path, cache: Path, **options: Any) -> ImageData:
+    return load_cached(str(folder), str(cache), **options)
+
+
+def whole_folders(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.suffix not in (".lock", ".tmp")]
+
+
+def cached_folder(cache: Path) -> Path:
+    [folder] = whole_folders(cache)
+    return folder
+
+
+def same(a: ImageData, b: ImageData) -> bool:
+    names = ("name", "source", "digest", "classes", "image_format")
+    return all(getattr(a, name) == getattr(b, name) for name in names) and all(
+        np.array_equal(getattr(a, name), getattr(b, name)) for name in ("images", "targets")
+    )
+
+
+def test_the_first_time_it_is_read_and_then_cached(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = load(folder, cache)
+    assert of(images, "test").images.tolist() == PIXELS[TRAIN:, None].tolist()
+    assert of(images, "train").labels.tolist() == LABELS[:TRAIN]
+    assert images.image_format.notes == images.warnings == []
+    about = {"name": "small", "source": f"folder:{folder}", "digest": images.digest}
+    assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST, "val_rows": 0}
+    before = cached_folder(cache).stat()
+    with monkeypatch.context() as cached_only:
+        cached_only.setattr(Source, "listing", Mock(side_effect=AssertionError))
+        second = load(folder, cache)
+    assert cached_folder(cache).stat() == before
+    assert same(images, second)
+    assert second.warnings == []
+    assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [""]
+    names = {"about.json", "files.json", *(f"{name}.npy" for name in caching.ARRAYS)}
+    assert {path.name for path in cached_folder(cache).iterdir()} == names
+    assert not load(folder, cache, refresh=True).warnings
+    assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
+    write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
+    third = load(folder, cache)
+    assert of(third, "train").labels[0] == 3
+    assert third.digest != images.digest
+
+
+def test_folders_of_one_name_or_of_strange_names(tmp_path: Path, cache: Path) -> None:
+    for name in ("a/numbers", "n" * 250, "zahlen ü*?[x]", os.fsdecode(b"\xff\xfe")):
+        folder = write_idx(tmp_path / name)
+        assert load(folder, cache).name == printable(folder.name)
+    other = write_idx(tmp_path / "b" / "numbers", train_labels=LABELS[:TRAIN][::-1])
+    assert of(load(other, cache), "train").labels.tolist() == LABELS[:TRAIN][::-1]
+    images = load(tmp_path / "a" / "numbers", cache)
+    assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
+
+
+def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: Path) -> None:
+    everywhere = [
+        load(write_idx(tmp_path / "a"), cache),
+        load(write_idx(tmp_path / "b", gz=True), cache),
+        load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other"),
+        load(write_parquet(tmp_path / "d", "0123456789"), cache),
+        load(tmp_path / "d", cache, options=ImageOptions(size=(28, 28))),
+    ]
+    assert len(same_data := {images.digest for images in everywhere}) == 1
+    smaller = load(tmp_path / "a", cache, options=ImageOptions((14, 14)))
+    [keys] = {tuple(images.keys.tolist()) for images in everywhere}
+    assert len(set(keys)) == TRAIN + TEST
+    assert tuple(smaller.keys.tolist()) == keys
+    pixel = PIXELS[:TRAIN].copy()
+    pixel[7, 13, 13] ^= 1
+    others = {
+        smaller.digest,
+        load(write_idx(tmp_path / "pixel", train_images=pixel), cache).digest,
+        load(write_idx(tmp_path / "label", test_labels=[0, 1, 2, 3, 1]), cache).digest,
+        load(write_idx(tmp_path / "order", train_images=PIXELS[:TRAIN][::-1]), cache).digest,
+        load(write_parquet(tmp_path / "classes"), cache).digest,
+        load(save_to_disk(tmp_path / "names"), cache).digest,
+        load(save_to_disk(tmp_path / "other", "wxyZ", "wxyZ"), cache).digest,
+    }
+    assert len(same_data | others) == 8
+
+
+# --- A damaged cache
+
+
+# By what is wrong, the file in which it is, and what makes it so; None removes it.
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "truncated": ("images.npy", lambda content: content[:-1]),
+    "garbage in the header": ("targets.npy", lambda content: b"?" * 20 + content[20:]),
+    "no keys": ("keys.npy", lambda _: None),
+    "null": ("about.json", lambda _: b"null"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) -> None:
+    whole = load(folder, cache)
+    name, spoil = DAMAGES[damage]
+    file = cached_folder(cache) / name
+    before = file.read_bytes()
+    spoilt = spoil(before)
+    assert spoilt != before
+    file.unlink()  # `whole` is mapped from it
+    if spoilt is not None:
+        file.write_bytes(spoilt)
+    again = load(folder, cache)
+    assert same(again, whole)
+    assert file.read_bytes() == before
+    assert load(folder, cache).warnings == []
+
+
+def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load(folder, cache)
+    mine = cached_folder(cache)
+    monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
+    again = load(folder, cache)
+    assert same(before, again)
+    assert whole_folders(cache) == [mine]
+    monkeypatch.setattr(Source, "listing", Mock(side_effect=AssertionError))
+    assert load(folder, cache).warnings == []
+
+
+# --- Which data set
+
+
+def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk would stop the digits as well. Without a Hub: tests/data/test_sources.py."""
+    for name in ("mnist", "digits", "/nowhere"):
+        assert choose(name, str(cache)) == (name, [])
+    assert not cache.exists()
+    full = Mock(side_effect=StorageError("no space; clear some"))
+    monkeypatch.setattr("ddp_mnist.data.cache.load", full)
+    with pytest.raises(StorageError):
+        choose("auto", str(cache))
+
+
+# --- Where the cache lies
+
+
+def test_which_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DDP_MNIST_CACHE", "~/there")
+    assert cache_folder("here") == Path("here")
+    assert cache_folder(None) == Path("/home/me/there")
+    monkeypatch.delenv("DDP_MNIST_CACHE")
+    assert cache_folder(None) == Path("/home/me/.cache/ddp_mnist")
+    with pytest.raises(StorageError, match=r"^~nobody-here/x: .*; use --cache-dir or DDP_MNIST_C"):
+        cache_folder("~nobody-here/x")
+
+
+def test_fault_29_a_cache_that_cannot_be_written(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither made nor, on a disk that is read-only or fills up at the end, added to."""
+
+    def refused(where: Path, data: Path, why: str) -> None:
+        with pytest.raises(StorageError) as caught:
+            load(data, where)
+        beginning, _, fix = str(caught.value).rpartition("; ")
+        assert beginning.startswith(f"{where}: ") and why in beginning
+        assert fix.startswith("use --cache-dir or DDP_MNIST_CACHE")
+
+    (file := tmp_path / "file").touch()
+    refused(file, folder, "File exists")
+    written, other = load(folder, cache), write_idx(tmp_path / "other")
+    for name, error in (
+        ("ddp_mnist.data.cache.take", OSError(30, "Read-only file system")),
+        ("ddp_mnist.data.cache.np.save", OSError(28, "No space left on device")),
+        ("ddp_mnist.data.cache.Path.rename", OSError(28, "No space left on device")),
+    ):
+        with monkeypatch.context() as disk:
+            disk.setattr(name, Mock(side_effect=error))
+            refused(cache, other, reason(error))
+            assert same(load(folder, cache), written)
+        assert cached_folder(cache)  # and no other
+        assert not list(cache.glob("*.tmp"))
+
+
+# --- Several processes
+
+
+def slow_load(folder: str, cache: str) -> tuple[str, list[str]]:
+    """Load with a decoder that leaves a line and takes its time."""
+    listing = Source.listing
+
+    def slow_listing(self: Source, options: ImageOptions) -> Listing:
+        with open("log", "a") as file:
+            file.write("read\n")
+        time.sleep(0.5)
+        return listing(self, options)
+
+    Source.listing = slow_listing  # type: ignore[method-assign]
+    images = load_cached(folder, cache)
+    return images.digest, images.warnings
+
+
+def test_fault_30_several_processes_build_one_cache_once(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    results = run_world(2, slow_load, str(folder), str(cache), folder=tmp_path)
+    assert (tmp_path / "log").read_text() == "read\n"
+    assert results == [(load(folder, cache).digest, [])] * 2
+
+
+def get_stuck(folder: str, cache: str) -> None:
+    """Stop for good when all is written but has no name yet."""
+
+    def stop(*_: Any) -> None:
+        Path("log").touch()
+        time.sleep(600)
+
+    Path.rename = stop  # type: ignore[assignment]
+    load_cached(folder, cache)
+
+
+def test_fault_30_a_killed_builder_leaves_nothing_behind(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    world = LocalWorld(1, get_stuck, str(folder), str(cache), folder=tmp_path)
+    wait_until((tmp_path / "log").exists, timeout_s=30)
+    assert len(list(cache.glob("*.tmp"))) == 1
+    world.processes[0].kill()
+    [outcome] = world.outcomes()
+    assert isinstance(outcome, ConnectionError)
+    assert not whole_folders(cache)
+
+    images = load(folder, cache)
+    assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
+    assert not list(cache.glob("*.tmp"))

@@ -1,0 +1,296 @@
+"""Weights that torchvision has by name: which there are, their file, and how images are prepared.
+
+torchvision's own files are not here: a net with random weights is laid where they would be.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+from torchvision.transforms import v2
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.nets import initial_weights
+from ddp_mnist.nets.build import build_net, factory_of
+from ddp_mnist.nets.initial_weights import load_weights
+from ddp_mnist.system.files import read_json
+from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
+from ddp_mnist.verbs.verify import watch
+from tests.commands import Typed
+from tests.data_sets import COLOUR, GREY, flat, write_noise
+from tests.run_checks import with_flags
+
+NET, FILE = "torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
+ENTRY = models.SqueezeNet1_1_Weights.IMAGENET1K_V1
+PLAIN = ImageFormat((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], False, False)
+
+
+@pytest.fixture
+def torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which torchvision looks for its files; it is empty."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    folder = tmp_path / "torch" / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, torch.Tensor]:
+    """Write a net with random weights, for ImageNet's classes, and return them."""
+    torch.manual_seed(7)
+    state = models.get_model(net, **options).state_dict()
+    torch.save(state, file)
+    return state
+
+
+# --- Names
+
+
+def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: Typed) -> None:
+    for net, name in (
+        ("resnet50", "V3"),
+        ("resnet18", "ResNet50_Weights.DEFAULT"),
+        ("vgg16", "IMAGENET1K_FEATURES"),  # a part of a net, whose classifier is NaN
+    ):
+        line = f"--weights {name}: torchvision:{net} has none of that name; choose from DEFAULT, "
+        with pytest.raises(UsageError, match=f"^{line}") as raised:
+            initial_weights.find_named(f"torchvision:{net}", name)
+        assert "FEATURES" not in str(raised.value).partition("; ")[2]
+    ended = typed("train", "--dataset", "no_such_folder", "--weights", "DEFAULT")
+    assert ended.err.startswith("ddp-mnist: error: --weights DEFAULT: the default net has none by ")
+
+
+# --- The file
+
+
+def fetch_from(url: str) -> str:
+    """Return the SHA-256 of the file; note a download in the file `downloads`."""
+    ENTRY.value.url, download = url, torch.hub.download_url_to_file
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        with open("downloads", "a") as file:
+            file.write("one ")
+        time.sleep(0.3)  # long enough for another process to begin as well
+        download(*arguments, **options)
+
+    with patch.object(torch.hub, "download_url_to_file", noted):
+        initial_weights.read_named(NET, "DEFAULT", ENTRY)
+    return hashlib.sha256(initial_weights.file_of(ENTRY).read_bytes()).hexdigest()
+
+
+def test_one_of_the_processes_of_a_machine_fetches_the_file(
+    tmp_path: Path, torchvisions: Path
+) -> None:
+    lay(tmp_path / "net")
+    digest = hashlib.sha256((tmp_path / "net").read_bytes()).hexdigest()
+    file = (tmp_path / "net").rename(tmp_path / f"net-{digest[:8]}.pth")
+    home = {"TORCH_HOME": os.environ["TORCH_HOME"]}  # the processes' server may be older
+    assert run_world(2, fetch_from, file.as_uri(), folder=tmp_path, variables=home) == [digest] * 2
+    assert (tmp_path / "downloads").read_text() == "one "
+    left = {each.name for each in torchvisions.iterdir()}
+    assert left - {f"{file.name}.lock"} == {file.name}
+
+
+@pytest.mark.usefixtures("here")
+def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisions: Path) -> None:
+    (damaged := Path("net-0123abcd.pth").absolute()).touch()
+    for url, why in (
+        (damaged.as_uri(), "RuntimeError: invalid hash value"),  # what a broken connection leaves
+        ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
+    ):
+        place = torchvisions / damaged.name
+        with (
+            patch.object(ENTRY.value, "url", url),
+            pytest.raises(UsageError, match=f"^--weights DEFAULT, for {place}: {why}"),
+        ):
+            fetch_from(url)
+        assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
+    torch.save(Path("x"), torchvisions / FILE)
+    with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
+        build_net(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
+
+
+# --- Into the net, and before it
+
+
+def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path) -> None:
+    """Normalisation and weights, with the head, as the classes are the same; googlenet's input."""
+    for net, file, options in (
+        ("squeezenet1_1", FILE, {}),
+        ("googlenet", "googlenet-1378be20.pth", {"aux_logits": True, "init_weights": False}),
+    ):
+        lay(torchvisions / file, net, **options)
+        name = f"torchvision:{net}"
+        entry = initial_weights.find_named(name, "DEFAULT")
+        assert entry and initial_weights.size_of(entry) == 224
+        prepared = initial_weights.normalised_for(entry, name, PLAIN)
+        ours = build_net(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
+        theirs = models.get_model(net, weights=entry).eval()
+        images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+        normalise = v2.Normalize(entry.transforms().mean, entry.transforms().std)
+        with torch.no_grad():
+            expected, found = theirs(normalise(images / 255)), ours(images)
+        assert torch.allclose(found, expected, atol=1e-4), net
+        other = build_net(name, Classification([*"ab"]), prepared, "DEFAULT").net.state_dict()
+        given = theirs.state_dict()
+        differ = [key for key in given if not torch.equal(given[key], other[key])]
+        assert len(differ) == 2 and [*given][-2:] == differ, net
+
+
+def test_grey_images_have_the_mean_of_three_colours() -> None:
+    grey = ImageFormat((1, 28, 28), (0.1,), (0.3,), [], True, True)
+    prepared = initial_weights.normalised_for(ENTRY, NET, grey)
+    assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
+    assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
+
+
+def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> None:
+    """It refuses tensors without the version of its layers."""
+    new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
+    grey = ImageFormat((1, 64, 64), (0.1,), (0.3,), [], False, False)
+    net = build_net(
+        "torchvision:mnasnet0_5", Classification([*"abc"]), grey, "DEFAULT"
+    ).net.state_dict()
+    assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
+
+
+def test_a_vision_transformer_is_made_for_the_images_it_gets() -> None:
+    """Those of the weights of 384x384, too; other sizes than whole patches are refused."""
+    with torch.device("meta"):
+        for size, patches in ((384, 24 * 24), (64, 4 * 4), (100, 14 * 14)):
+            net: Any = factory_of("torchvision:vit_b_16")(3, (3, size, size))
+            assert net.encoder.pos_embedding.shape == (1, patches + 1, 768)
+
+
+# --- A run
+
+
+def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
+    typed: Typed, torchvisions: Path, here: Path
+) -> None:
+    write_noise(here / "photos" / "train", *flat(8), size=(40, 50))
+    write_noise(here / "photos" / "test", *flat(4), size=(40, 50), seed=1)
+    given = lay(torchvisions / FILE)
+    command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
+    command += ["1e-9", "--epochs", "1", "--batch-size", "4", "--val-size", "0"]
+    command += ["--checkpoint-every", "1"]
+    printed = typed(*command, "--run-dir", "run").succeeds()
+    said = " ".join(printed.split())
+    assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
+    note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
+    assert f"images of 40x50 became 224x224; {note}" in said
+    (torchvisions / FILE).unlink()
+
+    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    assert trained.image_format.shape == (3, 224, 224)
+    assert trained.image_format.mean == (0.485, 0.456, 0.406)
+    assert trained.image_format.std == (0.229, 0.224, 0.225)
+    state = trained.net.net.state_dict()
+    body = [key for key in given if key.startswith("features")]
+    assert all(torch.allclose(state[key], given[key], atol=1e-5) for key in body)
+    summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
+    assert summary["weights"] == "SqueezeNet1_1_Weights.IMAGENET1K_V1"  # whatever DEFAULT becomes
+    assert note in summary["notes"] and config["run"]["image_size"] == "224"
+
+    shutil.copytree("run", "broken")
+    Path("broken/checkpoints/step-00000002.pt").unlink()
+    Path("broken/status.json").write_text('{"state": "preempted"}')
+    printed = typed(*command, "--resume", "broken").succeeds()
+    assert "after step 1" in printed
+    assert weights.read_bytes("broken") == weights.read_bytes("run")  # bit for bit
+
+
+ABC, XYZ = Classification([*"abc"]), Classification([*"xyz"])
+Tensors = dict[str, torch.Tensor]
+
+
+ENDINGS = pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+
+
+AGAIN = "head.weight and head.bias are initialised again: made for other classes or sizes"
+
+
+OTHER_MODEL = "name the --model that it was made for$"
+
+
+def write_weights(file: Path, tensors: Tensors) -> None:
+    torch.save(tensors, file) if file.suffix == ".pth" else save_file(tensors, file)
+
+
+def state(image_format: ImageFormat = COLOUR) -> Tensors:
+    return build_net("cnn", ABC, image_format).net.state_dict()
+
+
+@ENDINGS
+def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
+    ending: str, tmp_path: Path
+) -> None:
+    file, given, five = tmp_path / f"weights{ending}", state(), Classification([*"abcde"])
+    write_weights(file, given)
+    same = build_net("cnn", XYZ, COLOUR, str(file)).net.state_dict()
+    assert all(torch.equal(same[name], given[name]) for name in given)
+    net = build_net("cnn", five, COLOUR).net
+    assert load_weights(net, "cnn", str(file), five) == f"from {file}; {AGAIN}"
+    new_head = net.state_dict()
+    differ = [name for name in given if not torch.equal(new_head[name], given[name])]
+    assert differ == ["head.weight", "head.bias"]
+
+
+# What is written in the place of a cnn's tensors for images in colour, and the line.
+NOT_LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "of grey images": (
+        lambda file: write_weights(file, state(GREY)),
+        rf"RuntimeError: .*size mismatch for conv1.weight: .*; {OTHER_MODEL}",
+    ),
+    "damaged": (lambda file: file.write_bytes(b"x" * 99), "(.*Error: |it holds more than ten)"),
+    "a checkpoint": (lambda file: torch.save({"model": state(), "epoch": 3}, file), ".*Error: "),
+    "what runs code": (lambda file: torch.save(Path("x"), file), "(.*Error: |it holds more )"),
+}
+
+
+@ENDINGS
+@pytest.mark.parametrize("kind", NOT_LOADED)
+def test_a_file_that_holds_no_weights_of_this_net_is_refused(
+    kind: str, ending: str, tmp_path: Path
+) -> None:
+    write, line = NOT_LOADED[kind]
+    file = tmp_path / f"weights{ending}"
+    write(file)
+    with pytest.raises(UsageError, match=rf"^--weights {file}: {line}") as raised:
+        build_net("cnn", ABC, COLOUR, str(file))
+    assert "weights_only" not in str(raised.value)  # torch's advice to run what is in the file
+
+
+@pytest.mark.usefixtures("here")
+def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes() -> None:
+    trained = state()
+    Path("w.safetensors").write_bytes(weights.to_bytes(trained, "cnn", ABC, COLOUR))
+    net = build_net("cnn", ABC, COLOUR).net
+    assert load_weights(net, "cnn", "w.safetensors", ABC) == "from w.safetensors"
+    assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
+    assert load_weights(net, "cnn", "w.safetensors", XYZ).endswith(AGAIN)
+
+
+@pytest.mark.usefixtures("here")
+def test_weights_are_a_record_of_a_run_that_goes_on() -> None:
+    torch.save(build_net("mlp", Classification([*"0123456789"]), GREY).net.state_dict(), "w.pth")
+    config = watch.proof_config(model="mlp", epochs=1, weights="w.pth")
+    watch.just_train(config)
+    Path("w.pth").unlink()
+    summary = watch.just_train(with_flags(watch.resumed(config, epochs=2), resume="run"))
+    assert summary["weights"] == "w.pth"
+    assert read_json(Path("run/config.json"))["recipe"]["weights"] == "w.pth"
+    other: Any = with_flags(watch.resumed(config, epochs=3, weights="v.pth"), resume="run")
+    with pytest.raises(CheckpointError, match=r"^--weights v.pth: .* was made with w.pth; leave"):
+        watch.just_train(other)

@@ -1,0 +1,129 @@
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from ddp_mnist.config.recipe import ResolvedRecipe
+from ddp_mnist.nets.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
+from ddp_mnist.nets.ours import MNIST, MODELS
+from tests.run_checks import recipe_of
+
+
+def scheduled(total_steps: int, peak: float, warmup: float) -> ResolvedRecipe:
+    recipe = recipe_of(epochs=1, lr=peak, warmup=warmup)
+    return dataclasses.replace(recipe, steps_per_epoch=total_steps)
+
+
+def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
+    return [*map(scheduled(total_steps, peak, warmup).learning_rate, range(total_steps))]
+
+
+def test_the_rate_rises_to_the_peak_and_falls() -> None:
+    # 15 steps up, 85 steps down
+    for step, share in [(0, 1 / 15), (6, 7 / 15), (14, 1), (15, 1), (99, 1 / 85), (100, 0)]:
+        rate = scheduled(100, 0.02, 0.15).learning_rate(step)
+        assert rate == pytest.approx(0.02 * share, rel=1e-12)
+    assert rates(4, 0.5, 0.0) == [0.5, 0.375, 0.25, 0.125]
+    for warmup in (0.0, 0.15, 0.5, 0.999):
+        assert rates(1, 0.01, warmup) == [0.01]
+        for total_steps in (2, 3, 10, 45, 1000):
+            values = rates(total_steps, 0.5, warmup)
+            top = values.index(max(values))
+            assert 0 < min(values) <= values[top] <= 0.5
+            assert top <= warmup * total_steps
+            assert values[: top + 1] == sorted(values[: top + 1])
+            assert values[top:] == sorted(values[top:], reverse=True)
+
+
+@pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
+def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
+    model = MODELS[name](10, MNIST)
+    optimizer = make_optimizer(model, recipe_of(optimizer="adamw", lr=0.3, weight_decay=0.25))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decaying, other = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    assert decaying == {n for n in names.values() if n.endswith("weight") and "norm" not in n}
+    assert other == set(names.values()) - decaying
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
+    assert optimizer.defaults["betas"] == (0.9, 0.98)
+
+
+def test_without_a_loss_scaler_the_step_is_fused() -> None:
+    """With one it would pass over an fp16 overflow by itself; False would be the slowest."""
+    for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), recipe_of(optimizer="adamw"), scaler)
+        assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
+
+
+# --- Muon
+
+
+@pytest.mark.parametrize("shape", [(32, 36), (64, 288), (8, 3), (1, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonal_keeps_the_directions_and_evens_out_their_lengths(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    stream = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=stream).double(), full_matrices=False)
+    lengths = torch.logspace(0, -1.5, len(v), dtype=torch.float64)  # 1 down to 0.03
+    result = orthogonal((1e3 * u * lengths @ v).to(dtype))
+    assert (result.shape, result.dtype) == (shape, dtype)
+    within = u.T @ result.double() @ v.T
+    assert within.diagonal().min() > 0.6
+    assert within.diagonal().max() < 1.3
+    assert (within - within.diagonal().diag()).abs().max() < 1e-4
+    nothing = torch.zeros(shape, dtype=dtype)
+    assert torch.equal(orthogonal(nothing), nothing)
+
+
+def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
+    torch.manual_seed(0)
+    net = MODELS["cnn"](10, MNIST).double().to(memory_format=torch.channels_last)
+    steps = [[torch.randn_like(p) for p in net.parameters()] for _ in range(3)]
+    moved = {}
+    for name in ("muon", "adamw"):
+        moved[name] = copy.deepcopy(net)
+        recipe = recipe_of(optimizer=name, lr=0.1, weight_decay=0.5)
+        optimizer = make_optimizer(moved[name], recipe)
+        for gradients in steps:
+            for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, gradient)  # for whoever looks after the step
+    for number, (name, before) in enumerate(net.named_parameters()):
+        after = moved["muon"].get_parameter(name)
+        if not name.startswith("conv") or name.endswith("bias"):
+            assert torch.equal(after, moved["adamw"].get_parameter(name)), name
+            continue
+        momentum, expected = torch.zeros_like(before), before.detach()
+        for gradients in steps:
+            momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
+            ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
+            direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
+            expected = expected * (1 - 0.1 * 0.5) - KERNEL_STEP * 0.1 * direction
+        assert torch.allclose(after, expected, rtol=1e-9, atol=1e-9), name
+
+
+# --- SGD
+
+
+def test_sgd_has_momentum_and_the_same_decay() -> None:
+    torch.manual_seed(0)
+    net = MODELS["mlp"](10, MNIST).double()
+    before = copy.deepcopy(net)
+    optimizer = make_optimizer(net, recipe_of(optimizer="sgd", lr=0.1, weight_decay=0.5))
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for name, parameter in net.named_parameters():
+        decay = 0.5 if parameter.ndim >= 2 else 0.0
+        expected: torch.Tensor = before.get_parameter(name)
+        momentum = torch.zeros_like(expected)
+        for _ in range(2):
+            momentum = 0.9 * momentum + 1 + decay * expected
+            expected = expected - 0.1 * momentum
+        assert torch.allclose(parameter, expected, rtol=1e-12), name

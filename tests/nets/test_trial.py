@@ -1,0 +1,186 @@
+"""Nets that are not ours: torchvision's, and a class in a user's own file."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.nets import trial
+from ddp_mnist.nets.build import build_net
+from ddp_mnist.task import Classification
+from ddp_mnist.training import weights
+from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.verbs.verify import watch
+from tests.commands import Typed
+from tests.data_sets import COLOUR
+from tests.run_checks import own_module, with_flags
+
+OWN = """
+import torch
+from torch import nn
+
+class NoLayers(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+
+class Net(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(shape[0], 8, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()
+        )
+        self.head = nn.Linear(128, classes)
+        nn.init.zeros_(self.head.bias).requires_grad_(False)  # frozen
+
+    def forward(self, x):
+        return self.head(self.body(x))
+"""
+VARIANT = """
+class Own(Net):
+    def __init__(self, classes, shape):
+        super().__init__(classes, shape)
+        {init}
+
+    def forward(self, x):
+        return {forward}
+"""
+LOGITS = "super().forward(x)"
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return own_module("own_net", OWN, tmp_path, monkeypatch)
+
+
+# --- What a net can get wrong is one line
+
+
+def refused(name: str) -> str:
+    """Return the line without its beginning, which names the net."""
+    with pytest.raises(UsageError, match=f"^--model {name}[:,] ") as raised:
+        trial.check(build_net(name, Classification([*"abcde"]), COLOUR), name, 5, COLOUR.shape)
+    assert "\n" not in str(raised.value)
+    return str(raised.value).partition(name)[2]
+
+
+NOT_MADE = {
+    "own_net:Nett": ": AttributeError: .* no attribute 'Nett'$",
+    "own_net:NoLayers": ": lacks parameters; put lists of layers in nn.ModuleList$",
+    "torchvision:resnet19": ": torchvision has no such net.*; did you mean resnet18?",
+    "torchvision:vit_b_16": r", on images \[3, 3, 32, 40\]: AssertionError: Wrong image width!",
+}
+NOT_COMPUTED = {  # what `forward` returns
+    "super().forward(x)[:, :1]": r", on images \[3, .*: gives \[3, 1\], must be \[3, 5\]",
+    "super().forward(x).squeeze()": r", on images \[1, 3, .*: gives \[5\], must be \[1, 5\]",
+    "super().forward(x).detach()": r", in training on images \[2, .*: RuntimeError: .*require grad",
+    "[super().forward(x)] if self.training else super().forward(x)": ", in training on .*list",
+    "self.head(x.flatten(1))": ", on images .*: RuntimeError: .*mat1 and mat2 shapes",
+}
+NOT_TRAINED = {  # what `__init__` adds
+    "self.fc2 = nn.Linear(3, 3)": ": fc2.weight has no part in the outputs; use it",
+    "self.more = [nn.Linear(3, classes)]": ": lacks parameters",
+}
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize("name", NOT_MADE)
+def test_a_net_that_cannot_be_made(name: str) -> None:
+    assert re.match(NOT_MADE[name], refused(name))
+
+
+@pytest.mark.parametrize("code", NOT_COMPUTED | NOT_TRAINED)
+def test_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
+    init, forward = (code, LOGITS) if code in NOT_TRAINED else ("pass", code)
+    own_file.write_text(OWN + VARIANT.format(init=init, forward=forward))
+    assert re.match((NOT_COMPUTED | NOT_TRAINED)[code], refused("own_net:Own"))
+
+
+def test_a_net_is_refused_before_the_data_are_read_or_a_folder_is_made(
+    typed: Typed, own_file: Path
+) -> None:
+    ended = typed("train", "--dataset", "no_such_folder", "--model", "no_module:Net")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert ended.err.startswith(
+        "ddp-mnist: error: --model no_module:Net: ModuleNotFoundError: No m"
+    )
+    own_file.write_text(OWN + VARIANT.format(init="self.fc2 = nn.Linear(3, 3)", forward=LOGITS))
+    ended = typed("train", "--dataset", "digits", "--model", "own_net:Own")
+    assert ended.code == 2
+    assert "--model own_net:Own: fc2.weight has no part in the outputs" in ended.err
+    assert not (own_file.parent / "runs").exists()
+
+
+# --- In a run
+
+MORE = """
+class Viewed(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(shape[0], 4, 5, stride=4), nn.Linear(144, classes)
+        self.alias = self.last
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.last(x.view(x.size(0), -1))
+
+class Drops(nn.Module):
+    masks = []
+
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.last, self.dropout = nn.Linear(784, classes), nn.Dropout()
+
+    def forward(self, x):
+        if self.training:
+            self.masks.append(self.dropout(torch.ones(64)))
+        return self.last(x.flatten(1))
+"""
+
+
+def test_a_net_that_views_its_maps_and_has_a_layer_under_two_names_trains_and_is_exported(
+    typed: Typed, own_file: Path
+) -> None:
+    own_file.write_text(OWN + MORE)
+    given = ["train", "--dataset", "digits", "--epochs", "1", "--quiet", "--run-dir", "run"]
+    assert typed(*given, "--model", "own_net:Viewed").code == 0
+    state = weights.from_bytes(weights.read_bytes("run"), "run").net.net.state_dict()
+    assert torch.equal(state["alias.weight"], state["last.weight"])
+    assert typed("export", "run").code == 0
+
+
+def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
+    own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = TrainingRun.finish
+
+    def edit_first(*arguments: Any) -> dict[str, Any]:
+        own_file.write_text(OWN + "# edited")
+        return finish(*arguments)
+
+    monkeypatch.setattr(TrainingRun, "finish", edit_first)
+    watch.just_train(watch.proof_config(model="own_net:Net", epochs=1))
+    monkeypatch.delitem(sys.modules, "own_net")  # as in another process
+    with pytest.raises(CheckpointError, match=r"^run: the file of --model own_net:Net was chan"):
+        weights.from_bytes(weights.read_bytes("run"), "run")
+    own_file.write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own_net")
+    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    assert trained.architecture == "own_net:Net"
+
+
+def test_dropout_draws_anew_for_each_part_of_a_step_and_alike_in_each_run(own_file: Path) -> None:
+    own_file.write_text(OWN + MORE)
+    config = watch.proof_config(model="own_net:Drops", epochs=1, grad_accum=2)
+    drawn = []
+    for run in ("first", "second"):
+        watch.just_train(with_flags(config, run_dir=run))
+        masks = sys.modules["own_net"].Drops.masks
+        drawn.append(torch.stack(masks[4:]))  # the first ones are of the trial
+        masks.clear()
+    assert len(drawn[0]) == 30
+    assert len(drawn[0].unique(dim=0)) == 30
+    assert torch.equal(*drawn)

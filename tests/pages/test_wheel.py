@@ -1,0 +1,95 @@
+"""The wheel: installed, it works without the clone."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist.data import cache
+from ddp_mnist.system.files import read_json
+from tests.commands import CONFIGS, PROOF, REPOSITORY, Started, python_path
+from tests.data_sets import of
+from tests.run_checks import check_equal
+
+FILES = {path.name: path.read_bytes() for path in CONFIGS.glob("*.yaml")}
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+OFFLINE = ("--no-deps", "--no-index")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build it in a copy: setuptools leaves files behind where it builds."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    for name in ("ddp_mnist", "accelerate_configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
+    flags = (*OFFLINE, "--no-build-isolation", "--wheel-dir", str(built))
+    subprocess.run([*PIP, "wheel", *flags, str(source)], check=True)
+    [wheel] = built.iterdir()
+    return wheel
+
+
+@pytest.mark.system
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    package = REPOSITORY / "ddp_mnist"
+    paths = [*package.rglob("*.py"), *package.glob("verbs/templates/*")]
+    expected = {path.relative_to(REPOSITORY).as_posix(): path.read_bytes() for path in paths}
+    expected |= {f"ddp_mnist/accelerate_configs/{name}": data for name, data in FILES.items()}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    assert {name: data for name, data in found.items() if ".dist-info/" not in name} == expected
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """From an empty folder; in a batch script of four tasks, with the long TMPDIR of a scheduler.
+
+    Two processes train as one does, and the other verbs find all.
+    """
+    site, here, scratch = (tmp_path / name for name in ("site", "here", "späces and " * 8))
+    subprocess.run([*PIP, "install", *OFFLINE, "--target", site, wheel], check=True)
+    # an editable install would find what is missing in the clone
+    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
+    (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    here.mkdir()
+    scratch.mkdir()
+    programs = [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    variables: dict[str, str | None] = {"SLURM_JOB_ID": "5", "TMPDIR": str(scratch)}
+    variables |= {"PYTHONPATH": python_path(site), "PATH": os.pathsep.join(programs)}
+
+    def run(line: str, tasks: str | None = None) -> str:
+        told = variables | {"SLURM_NTASKS": tasks}
+        return Started(shlex.split(line), here, told, program=None).ended(400).succeeds()
+
+    command = "import ddp_mnist.accelerate_configs as c; print(*c.__path__)"
+    configs = Path(run(f"python -c '{command}'").strip())
+    assert configs == site / "ddp_mnist" / "accelerate_configs"
+    assert {path.name: path.read_bytes() for path in configs.glob("*.yaml")} == FILES
+    launch = f"accelerate launch --main_process_port 0 --config_file {configs}"
+    run(f"{launch}/cpu.yaml -m ddp_mnist train {PROOF} one")
+    run(f"{launch}/multi_cpu.yaml -m ddp_mnist train {PROOF} two")
+    check_equal(here / "two", here / "one", 2)
+
+    digits, summary = cache.load("digits"), read_json(here / "two" / "summary.json")
+    PIL.Image.fromarray(np.asarray(of(digits, "test").images)[0, 0]).save(here / "digit.png")
+    said = json.loads(run("ddp-mnist predict two digit.png", tasks="4"))
+    assert said["label"] == digits.classes[int(of(digits, "test").labels[0])]
+    assert f"accuracy {summary['test_accuracy']:.4f} " in run("ddp-mnist evaluate two")
+    run("ddp-mnist report two", tasks="4")
+    assert f"{summary['test_accuracy']:.4f}" in (here / "two" / "report.html").read_text()
+    run("ddp-mnist multinode -- --dataset digits --epochs 1 --run-dir rehearsal")
+    for verb in ("prepare --dataset digits", "export two", "verify --processes 2 --model mlp"):
+        run(f"ddp-mnist {verb}", tasks="4")

@@ -1,0 +1,259 @@
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.world import broadcast_bytes, join_world
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import Rows
+from ddp_mnist.errors import UsageError
+from ddp_mnist.task import Classification
+from ddp_mnist.training.evaluation import (
+    Metrics,
+    evaluate_split,
+    make_eval_loader,
+    packed,
+    unpacked,
+)
+from ddp_mnist.verbs import evaluate
+from ddp_mnist.verbs.flags import Evaluate
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.run_checks import net_that
+
+CLASSES = 4
+TASK = Classification([*map(str, range(CLASSES))])
+
+
+class TableLookup(nn.Module):
+    """Logits that are a fixed function of an image's first pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.randn(256, CLASSES, generator=torch.Generator().manual_seed(3))
+        self.table = nn.Parameter(table.double())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.table[images[:, 0, 0, 0].long()]
+
+
+def make_rows(count: int) -> Rows:
+    """`count` images that each carry another first pixel, and labels that the table half gets."""
+    images = torch.zeros(count, 1, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0, 0] = torch.arange(count)
+    return Rows(images, torch.arange(count) * 7 % CLASSES)
+
+
+def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
+    loader = make_eval_loader(accelerator, make_rows(rows), per_process)
+    model = TableLookup().train(rows % 2 == 0)
+    metrics = evaluate_split(accelerator, model, loader, TASK)
+    assert model.training is (rows % 2 == 0)  # left in the mode that it was in
+    return metrics
+
+
+def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[Metrics], bytes]:
+    """Evaluate each (number of rows, images per process and batch), and send no pickle.
+
+    Who could write the store before the group forms could pose as rank 0 and send one. Return the
+    metrics, and what rank 0 sent.
+    """
+    names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+    fakes: Any = dict.fromkeys(names)  # None is no function
+    flags = Distribution(cpu=True, dist_timeout=60)
+    with patch.multiple(dist, **fakes), join_world(flags, find_launch(flags)) as world:
+        accelerator, rank = world.accelerator, world.store.rank
+        metrics = [evaluate_cell(accelerator, *cell) for cell in cells]
+        return metrics, broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b"")
+
+
+def check_by_hand(metrics: Metrics, count: int) -> None:
+    """Compare what a world made of `make_rows(count)` with sums in one place."""
+    rows, model = make_rows(count), TableLookup()
+    logits = model(rows.images)
+    confusion = np.zeros((CLASSES, CLASSES), dtype=int)
+    for label, prediction in zip(rows.targets.tolist(), logits.argmax(1).tolist(), strict=True):
+        confusion[label][prediction] += 1
+    loss = -logits.log_softmax(1)[torch.arange(count), rows.targets].mean().item()
+    found = metrics.as_json()
+    assert (found["count"], found["confusion"]) == (count, confusion.tolist())
+    right = confusion.diagonal()
+    assert metrics.score == found["accuracy"] == right.sum() / count
+    classes = zip(right, confusion.sum(1), strict=True)
+    assert found["class_accuracy"] == [hits / of if of else None for hits, of in classes]
+    assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
+
+
+FEW_CELLS = [*((rows, 1 + 3 * rows % 8) for rows in range(1, 21)), (7, 10**9), (1, 10**9)]
+ALL_CELLS = list(itertools.product(range(1, 65), range(1, 9)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "cells"),
+    [
+        *[pytest.param(size, FEW_CELLS, id=f"{size}-few") for size in (3, 4)],
+        *[
+            pytest.param(size, ALL_CELLS, id=f"{size}-all", marks=pytest.mark.soak)
+            for size in (1, 2, 3, 4)
+        ],
+    ],
+)
+def test_fault_31_every_row_counts_once(
+    processes: int, cells: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Rows 1..20, each with another batch size of 1..8, or one that is larger than the split.
+
+    Four processes take 32 rows at most in a batch. In the long test each of 1..64 rows meets each
+    batch size.
+    """
+    ranks = run_world(processes, evaluate_all, cells, folder=tmp_path, timeout_s=1800)
+    assert all(rank == ranks[0] for rank in ranks)
+    found, sent = ranks[0]
+    assert sent == b"from rank 0"
+    for (rows, _), metrics in zip(cells, found, strict=True):
+        check_by_hand(metrics, rows)
+
+
+@pytest.mark.parametrize("kept", [[*range(7), 0], [*range(6)]])
+def test_a_lost_or_repeated_row_is_an_error(kept: list[int]) -> None:
+    """As if gather_for_metrics kept the padding or dropped a row."""
+    fake: Any = SimpleNamespace(
+        num_processes=1,
+        prepare_data_loader=lambda loader: loader,
+        gather_for_metrics=lambda tensors: [tensor[kept] for tensor in tensors],
+    )
+    message = f"^counted {len(kept)} rows of a split of 7: wrong metrics$"
+    with pytest.raises(RuntimeError, match=message):
+        evaluate_cell(fake, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "count"),
+    [("cpu", (1, 28, 28), 500), ("cuda", (1, 28, 28), 4000), ("cuda", (3, 2000, 2000), 1)],
+)
+def test_large_images_are_evaluated_in_little_memory(
+    device: str, shape: tuple[int, int, int], count: int
+) -> None:
+    fake: Any = SimpleNamespace(
+        num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
+    )
+    images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
+    loader = make_eval_loader(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
+    assert loader.batch_size == 2 * count
+
+
+# --- The table of `evaluate`
+
+
+def table_of(
+    data: str, names: list[str], accuracies: list[float | None], confusion: list[list[int]]
+) -> list[str]:
+    """Return its lines, for a data set and its classes."""
+    counted: dict[str, Any] = {"split": "test", "count": 1234, "accuracy": 0.75, "loss": 0.5}
+    counted |= {"score_name": "accuracy"}
+    counted |= {"loss_function": "cross_entropy", "scores": {"f1": 0.25}, "notes": []}
+    of_classes = {"class_accuracy": accuracies, "confusion": confusion}
+    data_set = {"dataset": {"name": data}, "classes": names, "inject": None}
+    return evaluate.metrics_table(counted | data_set | of_classes).splitlines()
+
+
+def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
+    """Labels stand above the columns of names that are too long; no rows have no accuracy."""
+    lines = table_of("pets", ["cat", "dog"], [0.5, 0.5], [[0, 1], [2, 3]])
+    assert [line.split() for line in lines[3:]] == [
+        ["class", "accuracy", "cat", "dog"],
+        ["cat", "0.5000", "0", "1"],
+        ["dog", "0.5000", "2", "3"],
+    ]
+    names = ["T - shirt / top", "a\x1b[2Jb", "c\nd\x9b", "Dress", "Ankle boot"]
+    accuracies = [0.5, 1.0, 0.25, 0.0, None]
+    confusion = (7 * np.eye(5, dtype=int)).tolist()
+    lines = table_of("x\x1b[H", names, accuracies, confusion)
+    assert lines[0] == "test split of x?[H: 1,234 images"
+    assert lines[1] == "accuracy 0.7500   loss 0.5000   f1 0.2500"
+    assert lines[4] == "0 T - shirt / top   0.5000       7     0     0     0     0"
+    assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
+    assert "".join(lines).isprintable()
+
+
+def test_of_many_classes_the_worst_are_shown() -> None:
+    """One more than MANY_CLASSES, the last without images."""
+    confusion = np.diag([10] * 40 + [0])
+    confusion[3, [3, 5]] = 4, 1600
+    confusion[7, [7, 8, 9]] = 5, 2, 3
+    accuracies = [row[c] / sum(row) if sum(row) else None for c, row in enumerate(confusion)]
+    lines = table_of("pets", [f"kind {n}" for n in range(41)], accuracies, confusion.tolist())
+    assert lines[2:6] == [
+        "accuracy   images   the worst of 41 classes",
+        "  0.0025    1,604   kind 3",
+        "  0.5000       10   kind 7",
+        "  1.0000       10   kind 0",
+    ]
+    assert lines[13:] == [
+        "images   most often taken for another (--json has all)",
+        " 1,600   kind 3, taken for kind 5",
+        "     3   kind 7, taken for kind 9",
+        "     2   kind 7, taken for kind 8",
+    ]
+    sparse = packed(confusion.tolist())
+    assert sparse[3:6] == [[3, 3, 4], [3, 5, 1600], [4, 4, 10]]
+    assert np.array_equal(unpacked(sparse, 41), confusion)
+    whole = confusion[:40, :40].tolist()
+    assert packed(whole) == whole == unpacked(whole, 40).tolist()
+
+
+# --- Its splits
+
+
+def test_a_split_that_another_data_set_is_too_small_for() -> None:
+    images = cache.load("digits")
+    for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
+        with pytest.raises(UsageError, match=rf"^--split {split}: .*{val_size:,}.*--split test$"):
+            evaluate._parted(images, split, val_size)
+        assert len(evaluate._parted(images, "test", val_size).rows["test"]) == 360
+    assert len(evaluate._parted(images, "train", 1436).rows["train"]) == 1
+    alike = dataclasses.replace(images, keys=np.zeros_like(images.keys))  # none is held
+    assert len(evaluate._parted(alike, "train", 5).rows["train"]) == 1437
+    with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
+        evaluate._parted(alike, "validation", 5)
+
+
+NOTES = """
+        if not torch.is_grad_enabled():
+            cudnn = torch.backends.cudnn
+            with open("precisions", "a") as file:
+                print(cudnn.conv.fp32_precision, file=file)
+"""
+
+
+def train_and_evaluate(config: TrainConfig) -> list[str]:
+    """Return how float32 is computed in the validation, in the test, in evaluate, and after it."""
+    Path("precisions").write_text("")
+    just_train(config)
+    trained = Path("precisions").read_text().splitlines()
+    Path("precisions").write_text("")
+    evaluate.evaluate_run(Evaluate("run"), Distribution(cpu=True), Launch())
+    [evaluated] = {*Path("precisions").read_text().splitlines()}
+    cudnn: Any = torch.backends.cudnn
+    return [*trained, evaluated, cudnn.conv.fp32_precision]
+
+
+def test_evaluation_is_in_full_precision_on_a_gpu_too(tmp_path: Path) -> None:
+    """Where float32 convolutions are TF32 by default, as in training."""
+    (tmp_path / "notes_it.py").write_text(net_that(NOTES))
+    config = proof_config(model="notes_it:Net", epochs=1)
+    [found] = run_world(1, train_and_evaluate, config, folder=tmp_path)
+    assert found[-4:] == ["ieee", "ieee", "ieee", "tf32"]

@@ -1,0 +1,134 @@
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist.errors import DivergedError
+from ddp_mnist.task import Classification
+from ddp_mnist.training import meter
+from ddp_mnist.training.meter import Meter, sum_up
+from ddp_mnist.training.state import Progress, Sums
+from tests.run_checks import recipe_of
+
+
+def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
+    losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
+    correct = [torch.tensor(count) for count in (50, 40, 60, 30)]
+    assert sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what stands in for the time: the tests move its `now`."""
+    time: Any = SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    monkeypatch.setattr(meter, "time", time)
+    return time
+
+
+RANK_0 = {"process_index": 0, "scaler": None}
+RECIPE = recipe_of()
+TWO = Classification([*"ab"])
+
+
+def ranks(count: int) -> Any:
+    """Return an accelerator whose ranks all saw the same."""
+    return SimpleNamespace(**RANK_0, num_processes=count, reduce=lambda mine: mine * count)
+
+
+def see(made: Meter, loss: float, labels: list[int]) -> None:
+    """Show a batch whose images are all taken for class 1."""
+    made.update(torch.tensor(loss), torch.tensor([[0.0, 1.0]] * len(labels)), torch.tensor(labels))
+
+
+def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
+    progress = Progress(step=3)
+    made = Meter(ranks(2), progress, RECIPE, TWO)
+    see(made, 0.5, [1, 0, 1])
+    see(made, 0.25, [1, 1, 1])
+    clock.now += 0.5
+    assert made.sync([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
+    assert progress.in_epoch == Sums(loss=4.5, score=10.0, seen=12.0, seconds=0.5)
+    clock.now += 5.0
+    made.restart_clock()  # a checkpoint was written
+    see(made, 1.0, [0])
+    clock.now += 0.25
+    made.sync([0.0])
+    assert progress.since_log == Sums(loss=6.5, score=10.0, seen=14.0, seconds=0.75)
+    see(made, float("nan"), [1])
+    with pytest.raises(DivergedError, match=r"^--lr 0\.01: "):
+        made.sync([0.0])
+
+
+def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
+    """Return the steps at which a rank of this speed comes to sync points."""
+    progress = Progress(step=first)
+    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
+    for step in range(first + 1, first + steps + 1):
+        progress.step = step
+        clock.now += seconds_per_step
+        if step >= made.next_sync_step:
+            see(made, 0.5, [1])
+            made.sync([])
+            found.append(step)
+    return found
+
+
+def test_sync_points_come_after_a_step_or_two_and_then_once_a_second(clock: Any) -> None:
+    assert sync_points(clock, 0.125, 30) == [1, 2, 10, 18, 26]  # the second one measures
+    assert sync_points(clock, 0.125, 30, first=1000) == [1001, 1002, 1010, 1018, 1026]
+    for slow in (1.0, 5.0, 1e9):
+        assert sync_points(clock, slow, 3) == [1, 2, 3]
+    for pace in (1e-3, 0.0137, 0.1, 0.26, 0.49):
+        found = sync_points(clock, pace, int(20 / pace))
+        gaps = [(b - a) * pace for a, b in itertools.pairwise(found[1:])]
+        assert 19 <= len(gaps) <= 40
+        assert all(0.5 < gap < 1.01 for gap in gaps), pace
+
+
+def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
+    """Two ranks' clocks differ; what the all-reduce gives them does not."""
+    progress, shared = Progress(), [0.0]
+
+    def reduce(mine: torch.Tensor) -> torch.Tensor:
+        return torch.cat([mine[:-1], mine.new_tensor(shared)])
+
+    both: Any = SimpleNamespace(**RANK_0, num_processes=2, reduce=reduce)
+    one, other = (Meter(both, progress, RECIPE, TWO) for _ in range(2))
+    for number in range(1, 50):
+        progress.step += 1 + number % 40
+        shared[0] = 10 ** (number % 13 - 6)
+        for made, seconds in ((one, 0.1 * number), (other, 0.0)):  # no time is no error
+            made.clock = clock.now - seconds
+            see(made, 0.5, [1])
+            made.sync([])
+        assert progress.step < one.next_sync_step == other.next_sync_step
+        assert one.agreed_steps_per_s == other.agreed_steps_per_s  # by which saves are due
+
+
+def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = None) -> list[int]:
+    """Return the steps after which a run of this speed saves, each time in a second."""
+    progress = Progress()
+    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
+    for progress.step in range(1, steps + 1):
+        clock.now += seconds_per_step
+        save = made.is_save_due(every)
+        if progress.step >= made.next_sync_step or save:
+            see(made, 0.5, [1])
+            made.sync([])
+        if save:
+            clock.now += 1
+            made.note_save()
+            found.append(progress.step)
+    return found
+
+
+def test_checkpoints_come_every_100_steps_but_not_within_5_seconds(clock: Any) -> None:
+    for slow in (0.06, 0.3, 10.0):
+        assert saves(clock, slow, 1000) == list(range(100, 1001, 100))
+    assert saves(clock, 0.02, 1000) == [300, 600, 900]
+    for fast in (0.002, 0.01):  # a GPU's
+        gaps = [(b - a) * fast for a, b in itertools.pairwise([0, *saves(clock, fast, 20_000)])]
+        assert all(5 <= gap < 5.01 + 100 * fast for gap in gaps)
+    assert saves(clock, 0.002, 100, every=20) == [20, 40, 60, 80, 100]  # as it was typed

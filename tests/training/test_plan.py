@@ -1,0 +1,69 @@
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.training import plan
+
+
+def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
+    made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
+    photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
+    photos.rows = {"train": range(327)}
+
+    def said(resumes: bool = False, **typed: Any) -> str:
+        config = TrainConfig.of(typed)
+        recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
+        groups = (config.run, config.distribution, config.typed, resumes)
+        return plan.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
+
+    assert said(preset="fast") == (
+        "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"
+        " steps, mirrored, cropped, coloured, label smoothing 0.1 (the training loss levels off"
+        " near 0.2)"
+    )
+    on = said(resumes=True, epochs=9, augment=False, seed=1, metrics=["f1", "recall"])
+    assert on.startswith("fast, kept for 327 pictures: muon, learning rate up to 0.02 in")
+    assert "steps, not augmented, label smoothing 0.1 (the" in on
+    assert on.endswith("near 0.2); typed: --epochs 9, --no-augment, --metrics f1,recall")
+
+
+def of_classes(tests: int = 0, **counts: int) -> Any:
+    """Return images of these classes; the first of each is held out, and so many as a test."""
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
+    first = [labels.tolist().index(label) for label in range(len(counts))]
+    train = np.delete(np.arange(len(labels)), first)
+    rows = {"train": train, "validation": np.array(first), "test": np.arange(tests)}
+    return SimpleNamespace(
+        classes=[*counts], targets=labels, rows=rows, test_share=tests, split=rows.get
+    )
+
+
+def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
+    found = plan.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    assert found == {
+        "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
+        "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
+    }
+    rare = of_classes(ladybird=129, moth=60, bee=12)
+    hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
+    more = ", or let rare classes count more by --class-weights balanced"
+    assert plan.by_class(rare)["hint"] == hint + more
+    assert plan.by_class(rare, "balanced")["hint"] == hint
+    many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
+    assert many == {
+        "classes": "1 (c000) to 100 (c099) train images each",
+        "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
+        " to learn; add some",
+    }
+
+
+def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
+    """The plan has to say it, as one of each class always stays to train on."""
+    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
+    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
+        assert plan.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix

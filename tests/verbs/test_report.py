@@ -1,0 +1,292 @@
+"""The page tells what the run's files tell, in a real browser too."""
+
+import base64
+import contextlib
+import html
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.data import cache
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.verbs import plots, report
+from ddp_mnist.verbs.flags import Report
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.commands import Typed, require_programs
+from tests.data_sets import flat, of, write_noise
+from tests.run_checks import with_flags
+
+ANYWHERE = Report("RUN")  # the images lie where they lay
+
+
+def figures(page: str) -> dict[str, tuple[str, str]]:
+    """Return value and text of the <data> elements, by the figure's name."""
+    data = r'<data value="([^"]*)"\s+data-figure="(\w+)">([^<]*)</data>'
+    return {name: (value, text) for value, name, text in re.findall(data, page)}
+
+
+def words(page: Path) -> str:
+    """Return the page's text, without tags and line breaks."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page.read_text())).split())
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended, of two processes."""
+    folder = tmp_path_factory.mktemp("report")
+    cache.load("digits")
+    config = with_flags(proof_config("first", model="mlp"), mixed_precision="no")
+    run_world(2, just_train, config, folder=folder)
+    return folder / "first"
+
+
+def write(run: Path, **flags: Any) -> list[Path]:
+    """Return the files that the verb says it wrote."""
+    with contextlib.redirect_stdout(io.StringIO()) as console:
+        report.run(Report(str(run), **flags))
+    _reading, *written = console.getvalue().splitlines()
+    return [Path(line.removeprefix("written to ")) for line in written]
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return read_json(run / "summary.json")
+
+
+def read(run: Path) -> report.ReportedRun:
+    """Return a run with its mistakes."""
+    found = report.read_run(run)
+    assert report.find_mistakes(found, ANYWHERE) == ""
+    return found
+
+
+def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
+    first: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "page.html"
+    written = write(first, out=str(out), png=True)
+    assert written == [out, *(tmp_path / f"page-{key}.png" for key in plots.CURVES)]
+    with PIL.Image.open(written[1]) as picture:
+        assert picture.size == (880, 500)
+    page, summary = out.read_text(), summary_of(first)
+    wrong = str(round((1 - summary["test_accuracy"]) * 360))
+    shown = {
+        "test_accuracy": f"{summary['test_accuracy']:.4f}",
+        "val_accuracy": f"{summary['val_accuracy']:.4f}",
+        "train_seconds": f"{summary['train_seconds']:.1f}",
+        "images_per_second": f"{summary['images_per_second']:,.0f}",
+        "world_size": "2",
+    }
+    expected = {name: (str(summary[name]), text) for name, text in shown.items()}
+    assert figures(page) == expected | {"wrong": (wrong, wrong)}
+    rows = [[str(n) for n in row] for row in summary["confusion"]]
+    cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
+    assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
+    assert "2 on CPU, precision no" in words(out)
+    settings = dict(re.findall(r'<th scope="row">([-\w ]+)</th><td>(.*?)</td>', page))
+    assert settings["test_accuracy"] == f"{summary['test_accuracy']:.4g}"
+    assert (settings["--epochs"], settings["--image-size"]) == ("3", "not given")
+    assert not settings.keys() & set(report.LISTS)
+    assert "<script" not in page
+    places = re.findall(r"url\((.*?)\)", page)
+    places += re.findall(r"<(?!a\b)[^>]*(?:src|href)=\"(.*?)\"", page)
+    assert [place for place in places if not place.startswith(("#", "data:"))] == []
+
+
+def test_each_class_is_counted_with_its_main_confusion() -> None:
+    matrix = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 5]])
+    assert list(report.by_class(["a", "b", "c"], matrix)) == [
+        ("a", 4, 3, 5, 1, "b"),
+        ("b", 0, 0, 1, 0, "a"),
+        ("c", 7, 5, 5, 2, "a"),
+    ]
+
+
+def test_an_accuracy_has_an_interval() -> None:
+    """By hand: Wilson's interval of 899 of 1,000, and of all of ten, which is no certainty."""
+    assert report.interval(0.899, 1000) == pytest.approx((0.8788, 0.9161), abs=1e-4)
+    assert report.interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def test_the_most_certain_mistakes_are_shown(first: Path) -> None:
+    run, images = read(first), cache.load("digits")
+    wrong = round((1 - run.summary["test_accuracy"]) * 360)
+    assert 0 < len(run.mistakes) == min(report.MOST_WRONG, wrong)
+    certainty = [mistake["guess_probability"] for mistake in run.mistakes]
+    assert certainty == sorted(certainty, reverse=True)
+    for mistake in run.mistakes:
+        row = int(mistake["place"].removeprefix("test image "))
+        assert (
+            mistake["label"] == images.classes[of(images, "test").labels[row]] != mistake["guess"]
+        )
+        assert mistake["label_probability"] < mistake["guess_probability"]
+
+
+def test_curves_are_drawn_from_metrics_jsonl(first: Path) -> None:
+    lines = report.read_run(first).metrics
+    figure = plots.draw("loss", lines)
+    assert figure
+    line = figure.axes[0].get_lines()[0]
+    logged = [each for each in lines if "loss" in each]
+    assert np.asarray(line.get_xdata()).tolist() == [each["step"] for each in logged]
+    assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in logged]
+    assert plots.draw("accuracy", lines[:16])
+    assert plots.draw("val_accuracy", lines[:16]) is None  # a point is no curve
+
+
+def test_without_the_images_page_and_terminal_say_so(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the Hub are not fetched."""
+    run = report.read_run(first)
+    run.config["run"] |= {"dataset": "fashion_mnist", "cache_dir": str(tmp_path)}
+    assert not report.find_mistakes(run, ANYWHERE)
+    assert not run.mistakes
+    missing = "the test images are not in the cache of this machine; name their place: --dataset"
+    assert run.no_mistakes == f"They cannot be shown: {missing}."
+    said = f"ddp-mnist: warning: first: its mistakes are not in the page: {missing}\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_summary_of_another_program_is_one_line(
+    first: Path, tmp_path: Path, typed: Typed
+) -> None:
+    shutil.copytree(first, run := tmp_path / "run")
+    (run / "summary.json").write_text("{}")
+    ended = typed("report", run)
+    assert (ended.code, ended.err.count("\n")) == (4, 1)
+    assert ended.err.startswith(f"ddp-mnist: error: {run}: UndefinedError: ")
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ("preempted", "no result. It was stopped, at step 7."),
+        ("failed", "no result. It failed, at step 7: --lr 1: no number."),
+        ("running", "no result. It was killed, at step 7."),
+        ("running, here", "no result yet. It is running, at step 7."),
+    ],
+)
+def test_a_run_without_a_result_says_why(
+    state: str, sentence: str, first: Path, tmp_path: Path
+) -> None:
+    """A result from before more epochs is none: its model and summary are of its first end."""
+    state, _, here = state.partition(", ")
+    error = "--lr 1: no number" if state == "failed" else None
+    shutil.copytree(first, run := tmp_path / "run")
+    (run / "status.json").write_text(json.dumps({"state": state, "step": 7, "error": error}))
+    (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
+    with RunFolder() as writing:
+        if here:
+            writing.open(run)
+        [path] = write(run)
+    text, accuracy = words(path), f"{summary_of(run)['test_accuracy']:.4f}"
+    assert figures(path.read_text()) == {}
+    assert sentence in text
+    assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
+
+
+def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, run := tmp_path / os.fsdecode(b"<b>c\xe9"))
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text(config.replace('"digits"', '"<script>alert(1)</script>"'))
+    [path] = write(run)
+    text = path.read_text()
+    assert "<script>" not in text
+    assert "<b>c" not in text
+    assert "<title>&lt;b&gt;c? " in text
+
+
+# --- What to make of it
+
+
+def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> None:
+    classes = " ".join(f"class-{number:02d}" for number in range(20))
+    photos = write_noise(tmp_path / "photos", *flat(200, classes=classes))
+    own = proof_config("own", model="mlp", epochs=1, batch_size=24, val_size=0)
+    own = with_flags(own, dataset=str(photos), test_size=60)
+    run_world(1, just_train, own, folder=tmp_path)
+    run = read(path := tmp_path / "own")
+    assert len(run.mistakes) == report.MOST_WRONG
+    for mistake in run.mistakes:
+        file = photos / mistake["place"]
+        assert file.parent.name == mistake["label"]
+        stored = base64.b64decode(mistake["png"].partition(",")[2])
+        with PIL.Image.open(file) as given, PIL.Image.open(io.BytesIO(stored)) as shown:
+            assert given.tobytes() == shown.tobytes()
+    [page] = write(path)
+    assert run.mistakes[0]["place"] in page.read_text().replace("<wbr>", "")
+
+
+@pytest.mark.parametrize(
+    ("trained", "validated", "recipe", "said"),
+    [
+        (1.0, 0.56, {}, "images, or --augment, or --model torchvision:resnet18 --weights DEFAULT."),
+        (1.0, 0.56, {"augment": True, "weights": "x"}, "(overfitting). To try next: more images."),
+        (0.5, 0.45, {}, "(underfitting). To try next: more --epochs, or a larger --image-size,"),
+        (0.97, 0.96, {}, "neither over- nor underfitting. To try next: more images, or more --e"),
+    ],
+)
+def test_what_train_and_validation_say_together(
+    trained: float, validated: float, recipe: dict[str, Any], said: str
+) -> None:
+    """With --val-size 0 the test takes the validation's place."""
+    logged = [(0, 0.1), (1, trained - 0.02), (1, trained + 0.02)]
+    metrics = [{"epoch": epoch, "accuracy": accuracy} for epoch, accuracy in logged]
+    config = {"recipe": {"model": "cnn", "augment": False, "weights": None} | recipe}
+    counts = {"dataset": {"val_rows": 200}, "test_count": 200, "test_accuracy": validated}
+    counts |= {"classes": ["a", "b"]}
+    for val_accuracy, split in ((validated, "validation"), (None, "test")):
+        summary = {**counts, "val_accuracy": val_accuracy}
+        run = report.ReportedRun(Path("a"), "a", config, metrics, summary, {})
+        sentence = report.advice(run)
+        assert f"{trained:.4f} of the training images" in sentence
+        assert f"{validated:.4f} of the {split} images: " in sentence
+        assert said in sentence
+
+
+# --- In a browser
+
+
+def chromium(page: Path, *flags: str) -> str:
+    """The page's DOM after it was loaded without a network; console messages fail the test."""
+    program = shutil.which("chromium-browser") or "chromium"
+    require_programs(program)
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
+    command += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
+    short = {**os.environ, "TMPDIR": "/tmp"}  # its socket lies there
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=short)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line] == []
+    return done.stdout
+
+
+@pytest.mark.system
+def test_the_page_in_chromium(first: Path, tmp_path: Path) -> None:
+    """Tables scroll within themselves; the page as a whole is not wider than a phone."""
+    [path] = write(first, out=str(tmp_path / "report.html"))
+    page, accuracy = chromium(path, "--dump-dom"), summary_of(first)["test_accuracy"]
+    assert figures(page)["test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")
+    assert len(re.findall(r'<img [^>]*alt="test image \d+: ', page)) == len(read(first).mistakes)
+    # frames of these widths, as a headless window is at least 500 wide
+    frame = '<iframe src="report.html" style="width:{}px;height:900px"></iframe>'
+    (probe := tmp_path / "probe.html").write_text(
+        f"{frame.format(360)}{frame.format(1100)}<script>onload = () => {{"
+        " for (const f of document.querySelectorAll('iframe')) document.body.append("
+        " `wide ${f.contentDocument.documentElement.scrollWidth};`) }</script>"
+    )
+    shown = chromium(probe, "--dump-dom", "--allow-file-access-from-files")
+    narrow, wide = map(int, re.findall(r"wide (\d+);", shown))
+    assert narrow <= 360
+    assert wide <= 1100

@@ -1,0 +1,38 @@
+"""--compile: what torch.compile is asked for."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.verbs.verify import watch
+from tests.run_checks import with_flags
+
+COMPILED: Any = with_flags(
+    watch.proof_config(model="mlp", epochs=1), compile=True, mixed_precision="no"
+)
+
+
+def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
+    """Return of each graph whether it has gradients, and for how many images it is."""
+    found = list[tuple[bool, int | str]]()
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        [images] = [each for each in inputs if getattr(each, "dtype", None) == torch.uint8]
+        size = images.shape[0] if isinstance(images.shape[0], int) else "any"
+        found.append((torch.is_grad_enabled(), size))
+        return graph.forward
+
+    compiles = nn.Module.compile
+    with patch.object(nn.Module, "compile", lambda net, **_: compiles(net, backend=record)):
+        watch.just_train(config)
+    return found
+
+
+def test_training_compiles_one_graph_for_one_size(tmp_path: Path) -> None:
+    config = with_flags(COMPILED, grad_accum=3)
+    for graphs in run_world(2, graphs_of, config, folder=tmp_path):
+        assert [images for trains, images in graphs if trains] == [72 // 2 // 3]

@@ -1,0 +1,486 @@
+"""Whole runs that something happens to. The number in a test's name is the fault's.
+
+Faults that concern one module are tested beside it, and those of the network in test_networks.py,
+under the same kind of name; `pytest -k fault_05` runs all of one number.
+"""
+
+import contextlib
+import errno
+import itertools
+import multiprocessing
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.signals import EXIT_CODES
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
+from ddp_mnist.system.files import read_json
+from ddp_mnist.system.locks import is_held
+from ddp_mnist.training import checkpoint
+from ddp_mnist.training.folder import LOCK, MODEL
+from ddp_mnist.verbs.verify import watch
+from tests.chaos import (
+    SECONDS,
+    chaos,
+    config_of,
+    flags_of,
+    leftovers,
+    newest_step,
+    seconds_until_gone,
+    wait_until,
+    workers_of,
+)
+from tests.commands import Ended
+from tests.run_checks import status, told_once
+
+# Long enough to be hit in the middle: 900 steps of the smallest net.
+LONG = ["--epochs", "60"]
+RUN = Path("run")
+FILE_CALLS = ("open", "write", "flush", "fsync", "replace", "unlink")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run of two processes that nothing happened to."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run_world(2, watch.just_train, config_of("patient", RUN), folder=folder)
+    return folder / "run"
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    """Wait for a checkpoint of this step or a later one."""
+    wait_until(lambda: newest_step(run) >= step)
+
+
+# --- A process is lost
+
+
+def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_launcher(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    """torchrun begins again by itself; it is killed; when it begins again, it gets SIGTERM.
+
+    The run ends with the unbroken run's weights. A worker that took too much memory is killed by
+    the kernel with the same signal.
+    """
+    run = tmp_path / "run"
+    flags = flags_of("patient", RUN, "--cpu", "--resume", "auto")
+    world = LocalWorld(1, _torchrun, ["train", *flags], 1, folder=tmp_path)
+    wait_for_step(run, 1)
+    [launcher] = workers_of(world)
+    workers = launcher.children()
+    workers[1].kill()
+    assert seconds_until_gone(workers) < 5
+    assert status(run) == ("failed", 6)
+    first = newest_step(run)
+
+    wait_for_step(run, first + 1)  # it goes on by itself
+    workers = launcher.children()
+    launcher.kill()
+    assert seconds_until_gone(workers) < 5  # no orphan, and no second writer
+    assert not is_held(run / LOCK)
+    world.outcomes()
+    assert status(run) == ("preempted", 143)  # the workers had the time to save
+
+    second = newest_step(run)
+    world = LocalWorld(1, _torchrun, ["train", *flags], folder=tmp_path)
+    wait_for_step(run, second + 1)
+    [launcher] = workers_of(world)
+    workers = launcher.children()
+    launcher.terminate()
+    assert seconds_until_gone(workers) < 10
+    world.outcomes()
+    assert status(run) == ("preempted", 143)
+    third = newest_step(run)
+    lost, saved, told = what_it_said(tmp_path).error_lines
+    assert lost.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
+    assert lost.endswith("(code 6)")
+    assert saved.startswith(f"ddp-mnist: error: SIGTERM: stopped after step {second} ")
+    assert told.startswith(f"ddp-mnist: error: SIGTERM: stopped after step {third} ")
+    assert told.endswith("and saved; to go on, add --resume run to the command (code 143)")
+
+    run_world(2, watch.just_train, watch.resumed(config_of("patient", run)), folder=tmp_path)
+    assert read_json(run / "summary.json")["resumed_from"] == [first, second, third]
+    assert watch.what_stays(run) == watch.what_stays(unbroken)
+    assert leftovers(run) == []
+
+
+def _torchrun(arguments: list[str], restarts: int = 0) -> None:
+    """Be torchrun with two workers, which are forked, as they have torch loaded then."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.current_process().daemon = False
+    for number in EXIT_CODES:
+        signal.signal(number, signal.SIG_DFL)  # as in a program that is begun
+    config = LaunchConfig(1, 1, 2, run_id="run", rdzv_backend="c10d", start_method="fork")
+    config.rdzv_endpoint, config.max_restarts = "localhost:0", restarts
+    with contextlib.suppress(SignalException):  # which cannot be pickled
+        elastic_launch(config, _command)(arguments)
+
+
+def _command(arguments: list[str]) -> None:
+    """Run a command of this package in this process; it prints to out.txt and err.txt."""
+    from ddp_mnist import cli
+
+    for number, name in ((1, "out.txt"), (2, "err.txt")):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    cli.main(arguments)
+
+
+def what_it_said(folder: Path, code: int = 0) -> Ended:
+    """Return what `_command` printed."""
+    return Ended(code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text())
+
+
+def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = config_of("patient", RUN, *LONG, "--dist-timeout", "3")
+    world = LocalWorld(2, watch.just_train, config, folder=tmp_path)
+    wait_for_step(run, 1)
+    _, frozen = workers_of(world)
+    frozen.suspend()
+    time.sleep(1.2)
+    assert status(run)[0] == "running"
+    before = newest_step(run)
+    frozen.resume()
+    wait_for_step(run, before + 8)
+    frozen.suspend()
+    try:
+        wait_until(lambda: status(run)[0] != "running", 3 + 10)
+    finally:
+        frozen.resume()
+    assert status(run) == ("failed", 6)
+    rank_0, _ = world.outcomes()
+    assert isinstance(rank_0, PeerError)
+    assert str(rank_0).startswith("lost contact with rank 1 of 2 (")
+
+
+def test_fault_46_a_pause_of_all_longer_than_the_time_out_loses_nobody(tmp_path: Path) -> None:
+    config = config_of("patient", RUN, "--epochs", "10", "--dist-timeout", "2")
+    world = LocalWorld(2, watch.just_train, config, folder=tmp_path)
+    wait_for_step(tmp_path / "run", 1)
+    for process in workers_of(world):
+        process.suspend()
+    time.sleep(4)
+    for process in workers_of(world):
+        process.resume()
+    outcomes = world.outcomes()
+    if status(tmp_path / "run") != ("finished", 0):  # what they waited for may arrive first
+        told = str(told_once(outcomes, 6))
+        assert told.startswith("all 2 ranks are alive, but lost each other (")
+
+
+@pytest.mark.parametrize(
+    ("size", "who", "how"),
+    [(3, 2, "raises"), (3, 2, "exits"), (3, 1, "is killed"), (2, 0, "is killed")],
+)
+def test_fault_01_fault_21_one_rank_fails_alone(
+    size: int, who: int, how: str, tmp_path: Path
+) -> None:
+    outcomes = LocalWorld(size, _fail_alone, who, how, folder=tmp_path).outcomes()
+    failed = outcomes.pop(who)
+    errors = [error for error, _ in outcomes]
+    assert max(seconds for _, seconds in outcomes) < SECONDS
+    found = read_json(tmp_path / "run" / "status.json")
+    if how == "raises":
+        assert isinstance(failed[0], ZeroDivisionError)
+        assert [type(error) for error in errors] == [FailedElsewhere] * 2
+        assert (found["state"], found["exit_code"], found["error"]) == ("failed", 1, "the first")
+        return
+    told = told_once(errors, 6)
+    assert isinstance(told, PeerError)
+    assert {str(error) for error in errors} == {str(told)}
+    assert str(told).startswith(f"lost contact with rank {who} of {size} (")
+    assert str(told).endswith("; see what that process says, then start the run again")
+    # with rank 0 nobody is left who writes it
+    expected = ("failed", 6, str(told)) if who else ("running", None, None)
+    assert (found["state"], found["exit_code"], found["error"]) == expected
+
+
+def _fail_alone(who: int, how: str) -> tuple[Exception, float]:
+    """Let rank `who` fail at step 5. Return what ends this rank, and how many seconds later."""
+    steps, reached = iter(range(watch.STEPS)), [0.0]
+
+    def fail(*_: Any) -> None:
+        if next(steps) != 5:
+            return
+        reached[0] = time.monotonic()
+        if os.environ["RANK"] == str(who):
+            if how == "raises":
+                raise ZeroDivisionError("the first")
+            if how == "exits":
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with watch.before_each_step(fail), pytest.raises(Exception) as ended:
+        watch.just_train(watch.proof_config(model="mlp"))
+    return ended.value, time.monotonic() - reached[0]
+
+
+# --- The disk
+
+
+# 900 KB have room for two checkpoints of the cnn, not for a third beside them.
+@pytest.mark.parametrize("small_disk", ["900k"], indirect=True)
+def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    config = config_of("plain", small_disk / "run")
+    outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
+    assert [error.code for error in outcomes] == [5, 5]
+    assert isinstance(outcomes[0], StorageError)
+    run = small_disk / "run"
+    assert str(outcomes[0]).startswith(f"{run}/checkpoints/")
+    assert "cannot be written (No space left on device); free space" in str(outcomes[0])
+    assert status(run) == ("failed", 5)
+    assert leftovers(run) == []
+    raw, step, warnings = checkpoint.read_newest(run)
+    assert (step, warnings) == (8, [])
+    checkpoint.from_bytes(raw, run)
+
+
+def _save_hit_at(call: int, number: int | None) -> None:
+    """Save the checkpoint of step 4, and be killed at that call, or let it fail with an errno."""
+    calls = iter(range(1000))
+
+    def hit(frame: Any, event: str, function: Any) -> None:
+        where = str(frame.f_globals["__name__"])
+        if event != "c_call" or not where.startswith(("ddp_mnist.system.files", "pathlib")):
+            return
+        if function.__name__ in FILE_CALLS and next(calls) == call:
+            if number is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise OSError(number, os.strerror(number))
+
+    sys.setprofile(hit)
+    checkpoint.save(Path(), 4, {"weights": torch.full((40_000,), 4.0)}, keep=2)
+
+
+@pytest.mark.parametrize("number", [None, errno.EIO])
+def test_fault_03_fault_05_killed_or_refused_at_every_call_of_a_save(
+    number: int | None, tmp_path: Path, record_property: Any
+) -> None:
+    """The calls are those by which Python changes files; test_checkpoint.py has their order."""
+    run, before = tmp_path / "run", tmp_path / "before"
+    before.mkdir()
+    for step in (1, 2, 3):
+        checkpoint.save(before, step, {"weights": torch.full((40_000,), float(step))}, keep=2)
+    found = set()
+    for call in itertools.count():
+        shutil.copytree(before, run)
+        [outcome] = LocalWorld(1, _save_hit_at, call, number, folder=run).outcomes()
+        raw, step, warnings = checkpoint.read_newest(run)
+        weights = checkpoint.from_bytes(raw, run)["weights"]
+        assert (weights == step).all()
+        assert warnings == []
+        found.add(step)
+        if outcome is None:  # it makes no more calls
+            break
+        if number is None:
+            assert isinstance(outcome, ConnectionError)
+        else:
+            assert (type(outcome), outcome.code, leftovers(run)) == (StorageError, 5, [])
+            assert ": cannot be written (Input/output error); free space" in str(outcome)
+            assert str(outcome).endswith(" another --run-dir")
+            checkpoint.save(run, 5, {}, keep=2)  # once the disk is mended
+            assert checkpoint.step_of(checkpoint.newest_first(run)[0]) == 5
+        shutil.rmtree(run)
+    record_property("tried", call)
+    assert call >= 8
+    assert found == {3, 4}
+
+
+# --- Signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """SIGTERM does in test_resume.py, SIGHUP below."""
+    config = config_of("patient", RUN, *LONG)
+    outcomes = LocalWorld(3, watch.train_until, config, 40, number, 1, folder=tmp_path).outcomes()
+    reported = str(told_once(outcomes, code))
+    run = tmp_path / "run"
+    assert reported.startswith(f"{number.name}: stopped after step {newest_step(run)} and saved; ")
+    assert reported.endswith("add --resume run to the command")
+    assert status(run) == ("preempted", code)
+    assert not (run / MODEL).exists()
+    assert leftovers(run) == []
+
+
+def test_fault_37_a_closed_terminal_saves_and_nohup_trains_on(tmp_path: Path) -> None:
+    """The terminal is a real one, so what the run says at its end can be written nowhere."""
+    flags = ["train", *flags_of("patient", RUN, "--cpu", "--epochs")]
+    closed, ignored = tmp_path / "closed", tmp_path / "nohup"
+    closed.mkdir()
+    ignored.mkdir()
+    assert run_world(1, _until_terminal_closes, [*flags, "600"], folder=closed) == [129]
+    assert status(closed / "run") == ("preempted", 129)
+    assert newest_step(closed / "run") == read_json(closed / "run" / "status.json")["step"]
+    nohup = LocalWorld(1, _ignores_hangup, [*flags, "12"], folder=ignored)
+    wait_for_step(ignored / "run", 1)
+    [process] = workers_of(nohup)
+    process.send_signal(signal.SIGHUP)
+    assert status(ignored / "run") == ("running", None)
+    [ended] = nohup.outcomes()
+    assert (ended.code, status(ignored / "run")) == (0, ("finished", 0))
+
+
+def _ignores_hangup(arguments: list[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    _command(arguments)
+
+
+def _until_terminal_closes(arguments: list[str]) -> int:
+    """Return the exit code of a command whose terminal is closed after its first checkpoint."""
+    from ddp_mnist import cli
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        for number in EXIT_CODES:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            cli.main(arguments)
+        except SystemExit as ended:
+            os._exit(int(ended.code or 0))
+    wait_for_step(RUN, 1)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_fault_11_in_evaluation_and_during_a_save(unbroken: Path, tmp_path: Path) -> None:
+    """One after the other, in one run."""
+    config, run, steps = config_of("patient", RUN), tmp_path / "run", []
+    for phase in ("save", "validation", "test"):
+        outcomes = LocalWorld(2, _stopped_in, config, phase, folder=tmp_path).outcomes()
+        assert [error.code for error in outcomes] == [143, 143]
+        assert status(run) == ("preempted", 143)
+        steps.append(newest_step(run))
+        config = watch.resumed(config_of("patient", RUN))
+    assert steps[1:] == [15, 90]
+    [summary, _] = run_world(2, watch.just_train, config, folder=tmp_path)
+    assert summary["resumed_from"] == steps
+    assert (run / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
+
+
+def _stopped_in(config: TrainConfig, phase: str) -> Any:
+    """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
+    from ddp_mnist.training import training_run as session
+
+    evaluate, save = session.evaluate_split, checkpoint.save
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    def evaluate_and_stop(
+        accelerator: Any, model: Any, loader: Any, *args: Any, **options: Any
+    ) -> Any:
+        which = "test" if len(loader.dataset) == 360 else "validation"
+        if which == phase and os.environ["RANK"] == "1":
+            stop()
+        return evaluate(accelerator, model, loader, *args, **options)
+
+    def save_and_stop(*args: Any, **options: Any) -> None:
+        if phase == "save":
+            stop()
+        save(*args, **options)
+
+    with (
+        patch.object(session, "evaluate_split", evaluate_and_stop),
+        patch.object(checkpoint, "save", save_and_stop),
+    ):
+        return watch.just_train(config)
+
+
+def test_fault_13_control_c_twice(tmp_path: Path) -> None:
+    """Test the second; what the first one does, the signals to one of three show."""
+    flags = flags_of("patient", RUN, *LONG, "--cpu", "--log-every", "900")
+    world = LocalWorld(1, _typed, ["train", *flags], folder=tmp_path)
+    wait_for_step(tmp_path / "run", 1)
+    [process] = world.processes
+    assert process.pid
+    began = time.monotonic()
+    while process.is_alive():  # two that come at once would be one
+        with contextlib.suppress(ProcessLookupError):  # it may end between the look and the signal
+            os.kill(process.pid, signal.SIGINT)
+        process.join(0.02)
+    assert time.monotonic() - began < 5
+    assert process.exitcode == 130
+    [line] = what_it_said(tmp_path).err.splitlines()
+    assert re.fullmatch(
+        r"ddp-mnist: interrupted twice: stopped at once, nothing after step \d+ is saved;"
+        r" to go on, add --resume run \(code 130\)",
+        line,
+    )
+
+
+def _typed(arguments: list[str]) -> None:
+    """Run a command whose every step takes a while."""
+    from ddp_mnist.training.meter import Meter
+
+    update = Meter.update
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        update(*arguments)
+
+    with patch.object(Meter, "update", slowly):  # both signals come before a sync point
+        _command(arguments)
+
+
+# --- Divergence
+
+
+def test_fault_24_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    config = config_of("patient", RUN, *LONG)
+    [error] = LocalWorld(1, _overflow, config, folder=tmp_path).outcomes()
+    assert error.code == 7
+    assert str(error).startswith("--lr 0.01: by step ")
+    assert status(tmp_path / "run") == ("failed", 7)
+    assert newest_step(tmp_path / "run") == 20
+
+
+def _overflow(config: TrainConfig) -> None:
+    steps = iter(range(900))
+
+    def spoil(_: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
+        if next(steps) >= 20:
+            torch._foreach_mul_(gradients, float("inf"))
+
+    with watch.before_each_step(spoil):
+        watch.just_train(config)
+
+
+# --- Chaos
+
+
+KILLS = ["SIGKILL worker", "SIGKILL worker", "SIGKILL all"]
+STOPS = ["SIGTERM worker", "SIGTERM worker", "SIGTERM all", "SIGINT worker", "SIGUSR1 worker"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("faults", [*[KILLS] * 4, *[STOPS] * 2])
+def test_fault_01_fault_12_chaos(
+    faults: list[str], tmp_path: Path, request: pytest.FixtureRequest, record_property: Any
+) -> None:
+    """CHAOS=200 hits at random moments; each run is taken up again, and ends as if unharmed."""
+    count = max(1, int(os.environ.get("CHAOS") or "20") // 4)
+    seed = f"{os.environ.get('CHAOS_SEED', '0')} {request.node.name}"
+    hits = chaos(tmp_path, count, seed, faults)
+    record_property("tried", count)
+    record_property("details", hits)

@@ -1,0 +1,258 @@
+"""What could be lost without a word: results, images, a run's own files. Each says so, or is right.
+
+The run of one process that all tests use has no steps but those of an epoch on the digits.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.data import cache
+from ddp_mnist.data.decode import stored_pixels
+from ddp_mnist.data.held_out import key_of
+from ddp_mnist.errors import DivergedError, StorageError, UsageError
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training.folder import RunFolder
+from tests.commands import Ended, Typed, run_here
+from tests.run_checks import metrics, own_module
+
+TRAIN = ["train", "--dataset", "digits", "--model", "mlp", "--epochs", "1", "--run-dir", "run"]
+
+
+@pytest.fixture
+def run(once: Callable[[str, Callable[[Path], None]], Path], here: Path) -> Path:
+    """Return a copy of a finished run, as ./run."""
+
+    def make(folder: Path) -> None:
+        [(code, printed)] = run_world(1, run_here, TRAIN, False, folder=folder)
+        assert code == 0, printed
+
+    shutil.copytree(once("one-epoch", make) / "run", here / "run")
+    return here / "run"
+
+
+# --- Files of a run
+
+
+def test_fault_52_another_model_than_the_summarys_is_refused_and_written_again(
+    run: Path, typed: Typed
+) -> None:
+    right = (run / "model.safetensors").read_bytes()
+    damaged = right[:-1000] + bytes(1000)
+    (run / "model.safetensors").write_bytes(damaged)
+    for verb in ("evaluate", "report", "export"):
+        ended = typed(verb, "run")
+        assert ended.code == 4 or verb == "report"  # whose other figures are worth having
+        assert "run: model.safetensors is damaged, or not that of summary.json; remove" in ended.err
+    (run / "model.safetensors").unlink()
+    assert typed("train", "--resume", "run").code == 0
+    assert (run / "model.safetensors").read_bytes() == right
+
+
+def test_fault_52_an_older_model_is_told_though_the_status_is_damaged(
+    run: Path, typed: Typed
+) -> None:
+    (run / "status.json").write_text("")
+    ended = typed("evaluate", "run")
+    assert ended.code == 0
+    assert "run: this is the model of step 15, from before the run was resumed" in ended.err
+
+
+def test_an_answer_that_is_no_number_is_an_error(run: Path, typed: Typed) -> None:
+    file = run / "model.safetensors"
+    with safe_open(file, "pt") as model:
+        metadata = model.metadata()
+    nothing = {name: torch.full_like(w, torch.nan) for name, w in load_file(file).items()}
+    file.write_bytes(content := save(nothing, metadata))
+    summary = read_json(run / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
+    (run / "summary.json").write_text(json.dumps(summary))
+    PIL.Image.linear_gradient("L").resize((28, 28)).save("grey.png")
+    ended = typed("predict", "run", "grey.png")
+    assert ended.code == 3
+    assert json.loads(ended.out)["error"].startswith("the model's outputs for it are not finite")
+
+
+def test_fault_53_a_folder_that_another_run_took_is_not_written(here: Path) -> None:
+    first, second = RunFolder(), RunFolder()
+    first.create("run", "digits")
+    shutil.rmtree("run")
+    second.create("run", "digits")
+    second.log(1, {"loss": 1.0})
+    for write in (lambda: first.log(7, {"loss": 7.0}), first.status, first.check_ours):
+        with pytest.raises(StorageError, match="run: was removed, and is another run's folder now"):
+            write()
+    assert [line["step"] for line in metrics(here / "run")] == [1]
+    shutil.rmtree("run")
+    with pytest.raises(StorageError, match=r"run/\.lock: cannot be written \(No such file"):
+        second.log(2, {"loss": 2.0})
+    assert not Path("run").exists()
+
+
+def test_fault_54_a_run_that_saved_does_not_begin_again_because_its_disk_is_gone(
+    run: Path, typed: Typed
+) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    status = read_json(run / "status.json")
+    (run / "status.json").write_text(json.dumps(status | {"state": "preempted"}))
+    ended = typed(*TRAIN, "--resume", "auto")
+    assert ended.code == 2
+    assert "--run-dir run: holds a run that saved at step 15, but no checkpoint;" in ended.err
+    assert (run / "metrics.jsonl").read_bytes() == before
+    (run / "status.json").write_text(json.dumps(status | {"state": "failed"}))
+    ended = typed(*TRAIN, "--resume", "auto")
+    assert ended.code == 0
+    assert "run: begins again, as no checkpoint of its 15 steps is there" in ended.err
+
+
+def test_lines_that_metrics_jsonl_has_lost_are_counted(run: Path, typed: Typed) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-3]))
+    lost = len(lines) - 1 - len(lines[:-3])  # the test's line is written after the last save
+    ended = typed("train", "--resume", "run", "--epochs", "2")
+    assert f"run/metrics.jsonl: lacks {lost} lines of earlier steps\n" in ended.out
+
+
+def test_a_buffer_that_is_no_number_is_not_saved(
+    here: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    text = """
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from ddp_mnist.nets.ours import MLP
+
+class Net(MLP):
+    def __init__(self, classes, shape):
+        super().__init__(classes, shape)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training and x.shape[0] > 3:
+            self.seen.fill_(float("nan"))
+        return super().forward(x)
+"""
+    own_module("own_buffer", text, here, monkeypatch)
+    ended = typed(*TRAIN, "--model", "own_buffer:Net")
+    assert ended.code == DivergedError.code, ended.err
+    assert "a weight is no longer a finite number" in ended.err
+
+
+# --- Streams
+
+
+def closed(redirection: str, *arguments: str) -> Ended:
+    """Run a verb as a shell does with a stream closed, such as `>&-`."""
+    command = f'exec "$0" -m ddp_mnist "$@" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, *arguments], capture_output=True, text=True
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(run: Path) -> None:
+    shutil.rmtree(run)
+    ended = closed(">&-", *TRAIN)
+    assert ended.code == 0, ended.err
+    assert "stdout: cannot be written (Bad file descriptor); the run continues" in ended.err
+    accuracy = read_json(run / "summary.json")["test_accuracy"]
+    ended = closed(">&-", "evaluate", "run")
+    assert (ended.code, ended.error_lines[0][:28]) == (5, "ddp-mnist: error: stdout: ca")
+    ended = closed("2>&-", "evaluate", "run", "--json")
+    assert (ended.code, json.loads(ended.out)["accuracy"]) == (0, accuracy)
+    assert closed("2>&-", "evaluate", "nowhere") == Ended(4, "", "")
+    assert closed("<&-", "predict", "run", "-").code == 3
+
+
+# --- Images and classes
+
+
+def write_classes(folder: Path, *names: str, count: int = 4) -> None:
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            pixels = np.random.default_rng(100 * number + index).integers(0, 256, (20, 20, 3))
+            PIL.Image.fromarray(np.uint8(pixels)).save(folder / name / f"{index}.png")
+
+
+def test_classes_that_vanish_are_named(here: Path) -> None:
+    write_classes(here / "photos", "train/cat", "train/dog", "train/emu", "test/cat", "test/dog")
+    (here / "photos" / "train" / "fox").mkdir()
+    for file in ("status.json", "config.json"):  # not a run's: it has no id
+        (here / "photos" / "train" / "cat" / file).write_text("{}")
+    images = cache.load("photos")
+    assert images.classes == ["cat", "dog", "emu"]
+    assert len(images.rows["train"]) == 12
+    assert "without an image: train/fox" in images.image_format.notes
+    assert images.careful == ['the test has no image of "emu": add images']
+
+
+COLOURS = np.array([[[9, 60, 200], [255, 0, 0]], [[9, 60, 200], [1, 2, 3]]], np.uint8)
+OPAQUE = np.full((2, 2, 1), 255, np.uint8)
+
+
+def key_in(file: Path) -> int:
+    with PIL.Image.open(file) as opened:
+        opened.load()
+        return key_of(stored_pixels(opened))
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_a_picture_is_the_same_in_every_mode_that_holds_it(grey: bool, tmp_path: Path) -> None:
+    pixels = np.repeat(COLOURS[..., :1], 3, 2) if grey else COLOURS
+    image = PIL.Image.fromarray(pixels)
+    forms = {"rgb.png": image, "rgb.bmp": image, "rgb.webp": image}
+    forms["rgba.png"] = PIL.Image.fromarray(np.concatenate([pixels, OPAQUE], 2))
+    forms["palette.gif"] = forms["palette.png"] = image.quantize(dither=PIL.Image.Dither.NONE)
+    if grey:
+        forms["grey.png"] = forms["grey.webp"] = image.convert("L")
+        forms["la.png"] = image.convert("LA")
+    keys = set()
+    for name, form in forms.items():
+        form.save(tmp_path / name, lossless=True)
+        keys.add(key_in(tmp_path / name))
+    assert len(keys) == 1
+    clear = np.concatenate([pixels, OPAQUE // 2], 2)
+    assert key_of(stored_pixels(PIL.Image.fromarray(clear))) not in keys
+    assert key_of(stored_pixels(PIL.Image.fromarray(pixels[::-1]))) not in keys
+
+
+def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_path: Path) -> None:
+    """Pillow's own conversion to RGBA would make all values above 255 white."""
+    steps = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    for number in (900, 1000):
+        deep = PIL.Image.fromarray(steps * number + 300)
+        deep.save(tmp_path / f"{number}.png", transparency=300)
+    assert key_in(tmp_path / "900.png") != key_in(tmp_path / "1000.png")
+
+
+# --- Losses
+
+
+def test_a_loss_that_mixes_images_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    text = """
+import torch.nn.functional as F
+
+def whole(logits, labels):
+    each = F.cross_entropy(logits, labels, reduction="none")
+    return each.mean().expand(len(labels))
+"""
+    own_module("own_mean", text, here, monkeypatch)
+    ended = typed(*TRAIN, "--loss", "own_mean:whole")
+    assert ended.code == UsageError.code
+    fault = "the loss of an image depends on other images, or on chance, so N processes would not"
+    assert fault in ended.err
