@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import gc
 import itertools
 import multiprocessing
 import os
@@ -23,6 +24,8 @@ from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, pytho
 from tests.hosts import require_flock
 
 Maker = Callable[[Path], None]
+
+gc.disable()  # until all tests are collected: modules are no garbage
 
 preload("ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.verbs.evaluate")
 preload("ddp_mnist.verbs.doctor.verb", "tests.commands", "tests.run_checks")
@@ -67,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         items.sort(key=lambda item: -seconds.get(item.location[0], 0))
 
 
+def pytest_collection_finish() -> None:
+    """Leave alone what was imported; see below the imports."""
+    gc.freeze()
+    gc.enable()
+
+
 def remember_seconds(terminalreporter: Any, config: pytest.Config) -> None:
     """Note how long each file's tests took, beside what is known of other files."""
     seconds = defaultdict[str, float](float)
@@ -103,13 +112,20 @@ def pytest_sessionfinish() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(autouse=True, scope="session")
-def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+def clean_environment(shared: Path) -> None:
     """Remove launchers' variables; give the tests a cache of their own."""
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES + MAKE_NAMES:
             del os.environ[name]
-    os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["DDP_MNIST_CACHE"] = str(shared / "cache")
     os.environ["PYTHONPATH"] = python_path(REPOSITORY)
     os.environ["PYTHONWARNINGS"] = "ignore:flock not supported on this filesystem"
 
@@ -163,13 +179,11 @@ def mnist() -> Path:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Maker], Path]:
+def once(shared: Path) -> Callable[[str, Maker], Path]:
     """Return a function that makes a folder of results, once for all workers."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def make_once(name: str, make: Maker) -> Path:
-        folder = base / name
+        folder = shared / name
         with take(Path(f"{folder}.lock"), wait=True):
             if not (folder / "made").exists():
                 folder.mkdir(exist_ok=True)
@@ -190,11 +204,7 @@ def mnist_run(mnist: Path, once: Callable[[str, Maker], Path]) -> Path:
         assert ended.code == 0, ended.err
         (folder / "out.txt").write_text(ended.out)
 
-    folder = once("default", make)
-    from ddp_mnist.data import cache
-
-    cache.load(str(mnist))  # into this worker's cache
-    return folder / "runs" / "mnist-001"
+    return once("default", make) / "runs" / "mnist-001"
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ A server that has torch loaded forks them, so that each starts in 0.1 s instead 
 benchmarks and tests need many such worlds.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import random
@@ -33,7 +34,7 @@ def preload(*modules: str) -> None:
     FORKSERVER.set_forkserver_preload(_preloaded)
 
 
-preload("torch._dynamo", __name__)
+preload("ddp_mnist.cluster.preloaded", __name__)
 
 
 def start_server() -> None:
@@ -131,6 +132,8 @@ def run_world(
 def _member(
     results: Any, function: Callable[..., Any], variables: dict[str, str], folder: str, args: tuple
 ) -> None:
+    gc.freeze()
+    gc.enable()  # which preloaded.py disabled
     variables = own_environment() | variables
     os.environ.clear()
     os.environ.update(variables)

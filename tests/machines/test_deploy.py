@@ -9,7 +9,6 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -39,6 +38,8 @@ def manifests(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_job_is_what_kubernetes_expects() -> None:
+    import kubernetes_validate  # slow, and the only one that needs it
+
     service, job = manifests("kubernetes-job.yaml")
     for each in (service, job):
         kubernetes_validate.validate(each, "1.30", strict=True)
