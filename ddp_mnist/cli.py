@@ -33,6 +33,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.system.console import Console, tell, write_stdout
+from ddp_mnist.verbs import flags as verb_flags
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -296,8 +297,7 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    flags = importlib.import_module("ddp_mnist.verbs.flags")  # which the README says may be deleted
-    own: type[Flags] = getattr(flags, name.capitalize())
+    own: type[Flags] = getattr(verb_flags, name.capitalize())
     if name not in SHARED:
         return (own.of(parse(name, argv, own, own)),)
     typed = parse(name, argv, own, own, Distribution)

@@ -44,14 +44,14 @@ OF_A_TASK = "columns name outputs loss predict score better metrics scaled unsca
 OF_ALL_TASKS = "training_loss count answer about"  # which a task of one's own keeps
 # Code lines; those of the top folder are its own modules.
 ROOMS = {
-    ".": 854,
-    "cluster": 1_336,
+    ".": 866,
+    "cluster": 1_342,
     "config": 580,
-    "data": 1_395,
+    "data": 1_397,
     "nets": 440,
     "system": 225,
-    "training": 1_617,
-    "verbs": 1_040,
+    "training": 1_614,
+    "verbs": 1_037,
     "verbs/doctor": 514,
     "verbs/verify": 325,
 }

@@ -106,6 +106,7 @@ def pytest_sessionfinish() -> None:
 
     It goes once no process holds its pipe. Python has no public way to ask for that.
     """
+    gc.unfreeze()
     for process in multiprocessing.active_children():  # of a test that failed
         process.kill()
         process.join()

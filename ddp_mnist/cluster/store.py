@@ -22,11 +22,11 @@ from ddp_mnist.errors import FailedElsewhere, PeerError, joined
 from ddp_mnist.system.deadline import with_deadline
 
 T = TypeVar("T")
-LIVENESS = "liveness requested"  # the key that asks every rank for an answer
 FAILURE = "failure"  # the key of the failure that was reported first
 ALIVE = "alive"  # the roll of those that have answered
 FAILED = "failed"  # the value of a point that will never be reached
 point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
+LEAVING_S = 5.0
 CANCEL_S = 5.0  # for a wait that has timed out to return
 SEARCH_S = 6.0  # the longest search for dead ranks
 
@@ -174,7 +174,8 @@ class Store:
             found = self.call("get", key)
         self._raise_if(found)
         sent, self.received[name] = json.loads(found)
-        assert sent == name, f"rank {self.rank} is at {name!r}, rank 0 at {sent!r}"
+        if sent != name:
+            raise AssertionError(f"rank {self.rank} is at {name!r}, rank 0 at {sent!r}")
         self.points += 1
         return self.received[name]
 
@@ -240,11 +241,8 @@ class Store:
         self.barrier()
         self.shutdown()
 
-    def shutdown(self, patience_s: float = 5) -> None:
-        """Leave the store; rank 0, which may serve it, waits until all others are gone.
-
-        It waits `patience_s` at most.
-        """
+    def shutdown(self) -> None:
+        """Leave the store; rank 0, which may serve it, waits LEAVING_S at most for the others."""
         self.left.set()
         if self.heartbeat:
             self.heartbeat.join(1.0)  # a dead connection may hold it
@@ -252,7 +250,7 @@ class Store:
             self.call("add", "left", 1)
             if self.rank == 0:
                 leaving, pause_s = self.world_size - len(self.lost), 0.01
-                deadline = time.monotonic() + patience_s
+                deadline = time.monotonic() + LEAVING_S
                 while self.call("add", "left", 0) < leaving and time.monotonic() < deadline:
                     time.sleep(pause_s)
                     pause_s *= 2
@@ -291,10 +289,9 @@ class Store:
             f" then start the run again{more}"
         )
 
-    def request_liveness(self) -> None:
-        """Request an answer from every rank, and answer for this one."""
+    def sign_alive(self) -> None:
+        """Tell those who search for dead ranks that this one is not."""
         with contextlib.suppress(RuntimeError):
-            self.set(LIVENESS, True)
             self.sign(ALIVE)
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
@@ -305,7 +302,7 @@ class Store:
         a failure, which names the lost ranks.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
-        self.request_liveness()
+        self.sign_alive()
         deadline = time.monotonic() + SEARCH_S
         before, silent = None, list[int]()
         try:

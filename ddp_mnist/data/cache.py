@@ -23,7 +23,7 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
 from ddp_mnist.system.locks import take
 
-FORMAT = 3  # raise it if what is cached would be another; a cache of another one is built again
+FORMAT = 4  # raise it if what is cached would be another; a cache of another one is built again
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read

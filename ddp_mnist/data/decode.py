@@ -93,13 +93,15 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
 def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
     """Return the pixels of a loaded image file, [H, W] or [H, W, channels], not turned nor resized.
 
-    They are the same in every mode of 8 bits that can hold them: with colours for a palette, and
-    without channels that tell nothing, which are full opacity and the colours of grey.
+    They are the same in every mode that can hold them: with colours for a palette, and without
+    channels that tell nothing, which are full opacity and the colours of grey.
     """
     may_hide = image.has_transparency_data or image.mode in ("1", "P")
     if may_hide and not image.mode.startswith("I"):  # 16 bits would be clipped at 255
         image = image.convert("RGBA")
     pixels = np.asarray(image)
+    if image.mode.startswith("I") and pixels.min() >= 0 and pixels.max() < 2**16:
+        return pixels.astype("<u2")  # which a TIFF may hold in the other order, a PGM in 32 bits
     if image.mode == "RGBA" and (pixels[..., 3] == 255).all():
         pixels = pixels[..., :3]
     if image.mode in ("RGB", "RGBA") and pixels.shape[2] == 3:

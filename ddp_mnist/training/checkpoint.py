@@ -3,8 +3,8 @@
 A file is the output of torch.save, followed by its 32-byte SHA-256. torch.load does not check the
 checksums inside the zip: of 200 flipped bits it loads 195 without an error.
 
-TrainingRun.save decides the content: FORMAT (saved_config.py), the run's id, how many lines
-metrics.jsonl had, and `State.content`.
+TrainingRun.save decides the content: the run's id, how many lines metrics.jsonl had, and
+`State.content`.
 """
 
 import hashlib

@@ -136,10 +136,11 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes write the folder."""
-        if self._lock:
+        lock, self._lock = self._lock, None  # a second call must not unlink the next run's
+        if lock:
             with contextlib.suppress(OSError):  # unlinked first: waiters see it, and retry
-                Path(self._lock.lock_file).unlink()
-            self._lock.release()
+                Path(lock.lock_file).unlink()
+            lock.release()
 
     def status(self, **changes: Any) -> None:
         """Replace status.json, with the step, and changes of state, exit_code, phase or error."""

@@ -13,7 +13,7 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import describe_augmentation
 from ddp_mnist.data.batches import splits
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.errors import printable, shown_name
+from ddp_mnist.errors import first_of, printable, shown_name
 from ddp_mnist.system.console import Console, count, named_lines
 from ddp_mnist.task import Task
 
@@ -105,7 +105,8 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     held |= {"--test-size": len(images.rows["test"])} if images.test_share else {}
     largest = max(held, key=held.__getitem__)
     fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
-    hint = f"few train images of {first_three(few)}: below {FEW} a class is hard to learn; {fix}"
+    named = ", ".join(first_of(few, 3))
+    hint = f"few train images of {named}: below {FEW} a class is hard to learn; {fix}"
     if class_weights == "none" and WEIGHABLE <= least <= most / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
@@ -123,9 +124,3 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     yield
     folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
     console.print(f"done       the result is on {host}{folder}")
-
-
-def first_three(parts: list[str]) -> str:
-    """Return three of the parts at most, and how many more there are."""
-    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
-    return ", ".join([*parts[:3], *more])

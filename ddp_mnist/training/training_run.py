@@ -20,7 +20,6 @@ from ddp_mnist.training import checkpoint, lines, result, weights
 from ddp_mnist.training.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.training.profiling import NO_PROFILE
-from ddp_mnist.training.saved_config import FORMAT
 from ddp_mnist.training.state import Progress, State, diverged
 
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
@@ -140,7 +139,6 @@ class TrainingRun:
             self.folder.check_ours()
             state.progress.total_seconds = time.monotonic() - state.started
             content = {
-                "format": FORMAT,
                 "run_id": self.run_id,
                 "metrics_lines": self.folder.metrics_lines,
                 "state": state.content(),

@@ -44,7 +44,7 @@ LEARNED = 0.9  # of the training images
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
-LISTS = ("hosts", "ranks", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
+LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
 @dataclass
@@ -235,11 +235,9 @@ def interval(share: float, images: int) -> tuple[float, float]:
     Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
     holds too, where share +- 2 standard errors does not.
     """
-    z2 = 1.96**2
-    middle, spread = share + z2 / (2 * images), share * (1 - share) / images + z2 / (4 * images**2)
-    ends = (middle + sign * math.sqrt(z2 * spread) for sign in (-1, 1))
-    low, high = (end / (1 + z2 / images) for end in ends)
-    return low, high
+    from scipy.stats import binomtest  # slow
+
+    return tuple(binomtest(round(share * images), images).proportion_ci(method="wilson"))
 
 
 def parts_of(path: str) -> list[str]:

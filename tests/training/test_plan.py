@@ -57,7 +57,7 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
-        "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
+        "hint": "few train images of c000 1, c001 2, c002 3, ...: below 20 a class is hard"
         " to learn; add some",
     }
 

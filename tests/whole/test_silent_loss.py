@@ -238,6 +238,16 @@ def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_p
     assert key_in(tmp_path / "900.png") != key_in(tmp_path / "1000.png")
 
 
+def test_an_image_of_16_bits_is_the_same_in_every_format_that_holds_it(tmp_path: Path) -> None:
+    values = np.arange(0, 64_000, 1_000, dtype=np.uint16).reshape(8, 8)
+    little = PIL.Image.fromarray(values)
+    names = ["deep.png", "deep.tif", "deep.pgm", "big.tif"]
+    for name in names[:3]:
+        little.save(tmp_path / name)
+    PIL.Image.frombytes("I;16B", (8, 8), values.astype(">u2").tobytes()).save(tmp_path / "big.tif")
+    assert len({key_in(tmp_path / name) for name in names}) == 1
+
+
 # --- Losses
 
 
