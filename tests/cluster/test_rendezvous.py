@@ -254,9 +254,7 @@ def test_fault_44_restarted_processes_meet_whatever_each_launcher_counted(
         assert first == second
 
 
-def test_a_process_that_trains_twice_meets_twice(
-    come_together: Callable[..., list[Any]],
-) -> None:
+def test_a_process_that_trains_twice_meets_twice(come_together: Callable[..., list[Any]]) -> None:
     both, again = come_together(2, Comes(0, twice=True), Comes(1, twice=True))
     assert both == again
     assert len({token for tokens in both for token in tokens}) == 4

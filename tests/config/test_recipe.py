@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.config.flag_fields import (
-    flag_values,
-)
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import UsageError
 

@@ -18,16 +18,7 @@ from ddp_mnist.data.listing import Listing
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import StorageError, printable, reason
 from tests.chaos import wait_until
-from tests.data_sets import (
-    LABELS,
-    PIXELS,
-    TEST,
-    TRAIN,
-    of,
-    save_to_disk,
-    write_idx,
-    write_parquet,
-)
+from tests.data_sets import LABELS, PIXELS, TEST, TRAIN, of, save_to_disk, write_idx, write_parquet
 
 # --- What is loaded
 
