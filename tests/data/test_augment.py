@@ -152,16 +152,6 @@ def test_it_is_the_affine_grid_of_torch(image_format: ImageFormat) -> None:
     assert torch.equal(augment(batch, identity), batch)  # bit for bit
 
 
-def test_wide_strokes_turn_by_right_angles_of_the_eye() -> None:
-    """A quarter turn about the middle, in pixels: what was beside it is above it."""
-    image = torch.zeros(1, 1, 9, 15, dtype=torch.uint8)
-    image[0, 0, 4, 10] = 200  # three to the right of the middle (4, 7)
-    quarter = torch.tensor([[[0.0, -9 / 15, 0.0], [15 / 9, 0.0, 0.0]]])
-    turned = augment(image, quarter)
-    assert turned.nonzero().tolist() == [[0, 0, 1, 7]]
-    assert moves(quarter, 9 / 15)[:2, 0].tolist() == pytest.approx([90, 0], abs=1e-4)
-
-
 def changed(pixels: torch.Tensor, mirror: float = 1, *colours: float) -> torch.Tensor:
     """Return a picture after a mirror (-1) or none, with brightness, contrast and saturation."""
     brightness, contrast, saturation = colours or (1, 1, 1)
