@@ -12,39 +12,32 @@ from ddp_mnist.cluster.device import set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.system import limits
-from tests.commands import python
-from tests.run_checks import what_it_says
+from tests.commands import Typed, python
 
 FORKS = """
 import multiprocessing, os
 from ddp_mnist.cluster import hardware
 
-def say_if_forked():
-    print(hardware.is_forked(), flush=True)
-
-def say_so_once_imported_here():
+def say_once_imported_here():
     hardware.IMPORTED_BY = os.getpid()
-    say_if_forked()
+    print(hardware.is_forked(), flush=True)
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("fork")
     for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
-        process = kind.Process(target=say_so_once_imported_here)
+        process = kind.Process(target=say_once_imported_here)
         process.start()
         process.join()
-    if os.fork():
-        os.wait()
-    say_if_forked()  # the copy, and then the process that it was copied from
+    print(hardware.is_forked())
 """
 
 
 def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
-    """By multiprocessing, whose default on Linux it is, its contexts, and os.fork."""
+    """By multiprocessing, whose default on Linux it is, or its contexts; imported here first."""
     (tmp_path / "forks.py").write_text(FORKS)
     ended = python("forks.py", folder=tmp_path)
-    assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])
+    assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "False"])
 
 
 def threads_of_a_run() -> tuple[bool, int]:
@@ -75,8 +68,9 @@ def test_gpus_that_torch_does_not_see_are_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    typed: Typed,
 ) -> None:
-    """A driver that is too old, a torch for CPUs, one that sees none."""
+    """A driver that is too old, a torch for CPUs, one that sees none: the plan and make tell it."""
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     monkeypatch.delenv(hardware.HIDE_GPUS, raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -85,23 +79,11 @@ def test_gpus_that_torch_does_not_see_are_told(
         (tmp_path / name).touch()
     assert re.match(rf"{words}\) sees none$", hardware.unused_gpus())
     assert hardware.gpus_for_make() == 0
-    assert re.match(rf"GPUs: {words}\) .*, so this trains on the CPU; ", capsys.readouterr().err)
+    line = rf"GPUs: {words}\) sees none, so this trains on the CPU; {re.escape(hardware.GPU_FIX)}\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    assert re.search(line, typed("train", "--dataset", "digits", "--dry-run").out)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.unused_gpus() == ""
-
-
-def said_beside(devices: str) -> str:
-    """Return what a dry run prints beside GPUs that torch does not see."""
-    hardware.DEVICES = Path(devices)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
-
-
-def test_the_plan_tells_it_too(tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    [said] = run_world(1, said_beside, str(tmp_path), folder=tmp_path)
-    assert "GPUs: 1 in /dev, but torch (built for " in said
-    assert f"sees none, so this trains on the CPU; {hardware.GPU_FIX}\n" in said
 
 
 def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
