@@ -1,6 +1,5 @@
 """What meeting, agreeing and ending cost a rank does not depend on how many there are."""
 
-import functools
 import os
 import re
 import threading
@@ -23,18 +22,12 @@ from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.ranks import at_once, each_of, stores
 from tests.run_checks import with_flags
 
-METHODS = (
-    *("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set", "append"),
-    *("delete_key", "num_keys", "queue_push", "queue_pop", "queue_len", "clone"),
-)
-
 
 def counted() -> Counter[str]:
     """Return what from now on counts this process's calls of torch's stores, by method."""
     calls, lock = Counter[str](), threading.Lock()
 
     def count(name: str, method: Any) -> Any:
-        @functools.wraps(method)
         def call(*args: Any, **options: Any) -> Any:
             with lock:
                 calls[name] += 1
@@ -42,9 +35,10 @@ def counted() -> Counter[str]:
 
         return call
 
-    for name in METHODS:
-        if hasattr(dist.PrefixStore, name):
-            setattr(dist.PrefixStore, name, count(name, getattr(dist.PrefixStore, name)))
+    for name in dir(dist.PrefixStore):
+        method = getattr(dist.PrefixStore, name)
+        if not name.startswith("_") and callable(method):
+            setattr(dist.PrefixStore, name, count(name, method))
     return calls
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
@@ -182,22 +181,7 @@ def test_real_mnist(mnist: Path) -> None:
     )
 
 
-# --- Conversions
-
-
-def test_what_needs_no_library_is_converted_too() -> None:
-    plain, small = read("digits"), read("digits", ImageOptions((14, 20)))
-    resized = [*plain.image_format.notes, "images of 28x28 became 14x20"]
-    assert small.image_format.notes == resized
-    assert not small.image_format.digit_photos
-    for split in SPLITS:
-        images, labels, _ = of(plain, split)
-        assert of(small, split).images.shape == (len(images), 1, 14, 20)
-        assert of(small, split).labels.tolist() == labels.tolist()
-        image = PIL.Image.fromarray(images[3, 0].numpy())
-        middle = (0, 4.2, 28, 23.8)  # as much of the height as has 14 to 20
-        expected = image.resize((20, 14), PIL.Image.Resampling.BILINEAR, middle)
-        assert np.array_equal(of(small, split).images[3, 0], np.asarray(expected))
+# --- What is not taken
 
 
 def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
