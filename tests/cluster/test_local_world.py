@@ -10,21 +10,12 @@ from ddp_mnist.cluster import interfaces, local_world
 from ddp_mnist.errors import UsageError
 from tests.commands import REPOSITORY, python
 
-OF_A_JOB = {
-    "SLURM_NTASKS": "4",
-    "SLURM_JOB_ID": "5",
-    "PMI_SIZE": "4",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "3",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "job",
-    "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-}
+NAMES = """
+    SLURM_NTASKS SLURM_JOB_ID PMI_SIZE OMPI_COMM_WORLD_SIZE RANK WORLD_SIZE LOCAL_RANK
+    GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID ACCELERATE_USE_FSDP
+    ACCELERATE_DYNAMO_BACKEND
+"""
+OF_A_JOB = dict.fromkeys(NAMES.split(), "4")
 STAYS = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", "RANKING": "1"}
 
 WORLDS = """
@@ -53,7 +44,7 @@ def test_fault_39_fault_40_worlds_in_a_job_with_a_long_tmpdir(tmp_path: Path) ->
     [alone, *both] = ast.literal_eval(ended.out)
     assert alone == (STAYS, str(place))
     for rank, (variables, place_there) in enumerate(both):
-        assert variables.pop("MASTER_PORT") != "29500"
+        assert variables.pop("MASTER_PORT") != "4"
         of_two = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
         mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         assert (variables, place_there) == (STAYS | of_two | mine, str(place))

@@ -39,15 +39,6 @@ def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
         save.assert_called_once_with()
 
 
-def test_what_cannot_be_saved_is_the_error_instead() -> None:
-    stop = StopSignals()
-    with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
-        stop.save_and_raise_if([1, 0, 0, 0], True)  # before there is anything to save
-    stop.save = Mock(side_effect=StorageError("the disk is full"))
-    with pytest.raises(StorageError, match="the disk is full"):
-        stop.save_and_raise_if([1, 0, 0, 0], True)
-
-
 # --- Hearing them
 
 

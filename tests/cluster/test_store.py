@@ -70,19 +70,22 @@ def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> No
 # --- Many
 
 
-def meet_and_agree() -> None:
-    """Meet, agree on facts, come together and leave."""
+def meet_and_agree() -> int:
+    """Meet, agree on facts, come together and leave; return how many files were open."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     store = meet(Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port), 300)
     store.barrier()
     check_same(store, {"--seed": 0, "packages": "x" * 1000})
+    open_files = len([*Path("/proc/self/fd").iterdir()])
     store.close()
+    return open_files
 
 
 @pytest.mark.soak
 def test_many_ranks_meet_agree_and_end(tmp_path: Path) -> None:
-    run_world(256, meet_and_agree, folder=tmp_path, timeout_s=400)
+    zero, *others = run_world(256, meet_and_agree, folder=tmp_path, timeout_s=400)
+    assert zero < 2 * 256 + 60 and max(others) < 40  # without the group's own
 
 
 def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:

@@ -41,7 +41,6 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
         (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
         (MNIST, ACCURATE, 288, 0, 20),  # of 208 steps
         (DIGITS, ACCURATE, 144, 0, 445),  # of 9
-        (MNIST, ACCURATE | {"batch_size": 1000}, 1000, 0, 67),
     ],
 )
 def test_the_data_set_decides_batch_size_and_epochs(

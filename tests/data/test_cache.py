@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -173,30 +174,20 @@ def test_which_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_folder("~nobody-here/x")
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("take", OSError(30, "Read-only file system")),
-        ("Path.rename", OSError(28, "No space left on device")),
-    ],
-)
 def test_fault_29_a_cache_that_cannot_be_added_to(
-    call: str,
-    error: OSError,
-    folder: Path,
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that is read-only, or fills up at the end; one that is a file: test_one_line.py."""
     written, other = load(folder, cache), write_idx(tmp_path / "other")
-    monkeypatch.setattr(f"ddp_mnist.data.cache.{call}", Mock(side_effect=error))
-    why = rf"the cache cannot be written \({reason(error)}\)"
-    with pytest.raises(StorageError, match=f"^{cache}: {why}; use --cache-dir or DDP_MNIST_CACHE"):
-        load(other, cache)
-    assert same(load(folder, cache), written)
-    assert cached_folder(cache)  # and no other
-    assert not list(cache.glob("*.tmp"))
+    for call, number in (("take", errno.EROFS), ("Path.rename", errno.ENOSPC)):
+        error = OSError(number, os.strerror(number))
+        line = rf"^{cache}: the cache cannot be written \({reason(error)}\); use --cache-dir or DDP"
+        with monkeypatch.context() as disk, pytest.raises(StorageError, match=line):
+            disk.setattr(f"ddp_mnist.data.cache.{call}", Mock(side_effect=error))
+            load(other, cache)
+        assert same(load(folder, cache), written)
+        assert cached_folder(cache)  # and no other
+        assert not list(cache.glob("*.tmp"))
 
 
 # --- Several processes

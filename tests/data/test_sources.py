@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,10 @@ import torch
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache, tables
-from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, UsageError, one_line
 from tests.data_sets import (
+    GREY,
     LABELS,
     PIXELS,
     PNGS,
@@ -173,12 +174,7 @@ def test_real_mnist(mnist: Path) -> None:
         struct.pack(">4I", 0x803, 10_000, 28, 28) + of(images, "test").images.numpy().tobytes()
     )
     assert hashlib.md5(original).hexdigest() == "2646ac647ad5339dbf082846283269ea"
-    assert images.image_format == ImageFormat(
-        *((1, 28, 28), (0.1307,), (0.3081,), []),
-        bright_on_black=True,
-        digit_photos=True,
-        characters=True,
-    )
+    assert images.image_format == replace(GREY, characters=True)
 
 
 # --- What is not taken

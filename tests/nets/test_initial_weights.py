@@ -102,18 +102,11 @@ def test_one_of_the_processes_of_a_machine_fetches_the_file(
 
 @pytest.mark.usefixtures("here")
 def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisions: Path) -> None:
-    (damaged := Path("net-0123abcd.pth").absolute()).touch()
-    for url, why in (
-        (damaged.as_uri(), "RuntimeError: invalid hash value"),  # what a broken connection leaves
-        ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
-    ):
-        place = torchvisions / damaged.name
-        with (
-            patch.object(ENTRY.value, "url", url),
-            pytest.raises(UsageError, match=f"^--weights DEFAULT, for {place}: {why}"),
-        ):
-            fetch_from(url)
-        assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
+    (damaged := Path("net-0123abcd.pth").absolute()).touch()  # what a broken connection leaves
+    line = f"^--weights DEFAULT, for {torchvisions / damaged.name}: RuntimeError: invalid hash"
+    with patch.object(ENTRY.value, "url"), pytest.raises(UsageError, match=line):
+        fetch_from(damaged.as_uri())
+    assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
     torch.save(Path("x"), torchvisions / FILE)
     with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
         build_net(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
