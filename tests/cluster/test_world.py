@@ -57,18 +57,15 @@ def test_fault_23_processes_that_would_each_train_alone(
 
 # --- The interface that leads to rank 0
 
+GLOO = "GLOO_SOCKET_IFNAME"
+
 
 @pytest.mark.parametrize(
     ("host", "towards", "before", "after"),
     [
-        ("127.0.0.1", "lo", {}, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ("127.0.0.1", "lo", {}, {GLOO: "lo"}),
         ("unknown", None, {}, {}),
-        (
-            "h",
-            "eth1",
-            {"GLOO_SOCKET_IFNAME": "mine"},
-            {"GLOO_SOCKET_IFNAME": "mine", "NCCL_SOCKET_IFNAME": "=eth1"},
-        ),
+        ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", "NCCL_SOCKET_IFNAME": "=eth1"}),
     ],
 )
 def test_choose_interface(
@@ -84,6 +81,9 @@ def test_choose_interface(
 
 
 # --- Ranks that are not alike: faults row 22
+
+
+OTHER = {"--seed": "5", "torch": "2.0.0", "the code's digest": "0123", "the data's digest": "4567"}
 
 
 def train_otherwise(what: str) -> Any:
@@ -104,21 +104,15 @@ def train_otherwise(what: str) -> Any:
     return just_train(config)
 
 
-@pytest.mark.parametrize(
-    ("what", "value"),
-    [
-        ("--seed", "5"),
-        ("torch", "2.0.0"),
-        ("the code's digest", "0123"),
-        ("the data's digest", "4567"),
-    ],
-)
+@pytest.mark.parametrize("what", OTHER)
 def test_fault_22_ranks_with_other_flags_packages_code_or_data_are_refused(
-    what: str, value: str, tmp_path: Path
+    what: str, tmp_path: Path
 ) -> None:
     outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
     reported = told_once(outcomes, 2)
-    assert re.match(rf"{what}: rank 0 has \S+, rank 1 has {value}; start every ", str(reported))
+    assert re.match(
+        rf"{what}: rank 0 has \S+, rank 1 has {OTHER[what]}; start every ", str(reported)
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import re
 from typing import Any
@@ -124,11 +123,10 @@ def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
-TYPED = (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
+def test_resolved_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
     val_size = min(5000, rows // 5)
     train_rows = rows - val_size
     for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
@@ -146,15 +144,3 @@ def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows
         assert recipe.epochs * steps >= 300
         assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
         assert resolve_recipe(recipe, rows, world_size) == recipe
-        for batch_size in TYPED:
-            given = Recipe(batch_size=batch_size, grad_accum=grad_accum, epochs=1)
-            if batch_size % least == 0 and batch_size <= train_rows:
-                assert resolve_recipe(given, rows, world_size).batch_size == batch_size
-                continue
-            with pytest.raises(UsageError) as refused:
-                resolve_recipe(given, rows, world_size)
-            legal = re.search(r"; use (\d+)(?: or (\d+))?(, or another .*)?$", str(refused.value))
-            assert legal
-            for size in map(int, filter(None, legal.groups()[:2])):
-                suggested = dataclasses.replace(given, batch_size=size)
-                assert resolve_recipe(suggested, rows, world_size).batch_size == size

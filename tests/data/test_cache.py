@@ -229,12 +229,9 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
 ) -> None:
     world = LocalWorld(1, get_stuck, str(folder), str(cache), folder=tmp_path)
     wait_until((tmp_path / "log").exists, timeout_s=30)
-    assert len(list(cache.glob("*.tmp"))) == 1
     world.processes[0].kill()
-    [outcome] = world.outcomes()
-    assert isinstance(outcome, ConnectionError)
+    world.outcomes()
     assert not whole_folders(cache)
-
     images = load(folder, cache)
     assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
     assert not list(cache.glob("*.tmp"))

@@ -198,8 +198,6 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     config = read_json(Path("run/config.json"))
     config["run"]["dataset"] = str(here / "photos")
     Path("run/config.json").write_text(json.dumps(config))
-    before = json.loads(typed("evaluate", "run", "--json").out)
-    assert before["count"] == read_json(Path("run/summary.json"))["test_count"]
     trained_on = {
         pixels for pixels, part in parts_of(load(Path("photos"))).items() if part == "train"
     }
@@ -219,7 +217,7 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     assert "have changed since the run (" in Path("run/report.html").read_text()
     again = json.loads(typed("evaluate", "run", "--json", "--dataset", "photos").out)
     now = load(Path("photos"))
-    assert again["count"] == len(of(now, "test").labels) >= before["count"] - 1
+    assert again["count"] == len(of(now, "test").labels)
     assert not trained_on & {image.numpy().tobytes() for image in of(now, "test").images}
     ended = typed("evaluate", "run", "--split", "validation", "--dataset", "photos")
     assert ended.code == 0

@@ -256,23 +256,19 @@ def linked(folder: Path, name: str) -> None:
     (folder / name).symlink_to(folder.with_name("away"))
 
 
+WITHOUT_CLASS_2 = rewritten("train", label=[0, 1, 3] * 4)
+IN_OTHER_ORDER = partial(save_to_disk, test_names="zyxw")
 FAULTS: dict[str, tuple[Writer, Writer]] = {
     "ArrowInvalid: Parquet magic bytes not found": (write_parquet, cut(TRAIN_FILE, 900)),
     "no label column among image (": (write_parquet, rewritten("train", "test", label=None)),
     "column label: row 0 has label None; give": (write_parquet, rewritten("test", label=None)),
     "label 3; give a whole number from 0 to 2": (write_parquet, rewritten("train", names="xyz")),
-    "class 2 has images in test (row 2) and none in train": (
-        write_parquet,
-        rewritten("train", label=[0, 1, 3] * 4),
-    ),
+    "class 2 has images in test (row 2) and none in train": (write_parquet, WITHOUT_CLASS_2),
     "needs the split train, found: test;": (write_parquet, removed(TRAIN_FILE)),
     "train/bee is a link to a folder or to": (write_images, partial(linked, name="train/bee")),
     "which folder is the class of train/00.png? put each image": (write_images, without_classes),
     "has a name that is not UTF-8; rename it": (write_images, not_in_utf_8),
-    "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in train and ClassLabel(names=['": (
-        save_to_disk,
-        partial(save_to_disk, test_names="zyxw"),
-    ),
+    "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in": (save_to_disk, IN_OTHER_ORDER),
     f"{IMAGES}: ValueError: cannot reshape": (write_idx, cut(IMAGES, -1)),
     "has only 3 of MNIST's four IDX files; fetch": (write_idx, removed(IDX_LABELS)),
     "5 images but 1 labels;": (write_idx, partial(write_idx, test_labels=[1])),

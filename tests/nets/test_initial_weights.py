@@ -173,9 +173,8 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     write_noise(here / "photos" / "train", *flat(8), size=(40, 50))
     write_noise(here / "photos" / "test", *flat(4), size=(40, 50), seed=1)
     given = lay(torchvisions / FILE)
-    command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
-    command += ["1e-9", "--epochs", "1", "--batch-size", "4", "--val-size", "0"]
-    command += ["--checkpoint-every", "1"]
+    flags = f"--dataset photos --model {NET} --weights DEFAULT --lr 1e-9 --epochs 1 --batch-size 4"
+    command = ["train", *flags.split(), "--val-size", 0, "--checkpoint-every", 1]
     printed = typed(*command, "--run-dir", "run").succeeds()
     said = " ".join(printed.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said

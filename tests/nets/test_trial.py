@@ -23,10 +23,6 @@ OWN = """
 import torch
 from torch import nn
 
-class NoLayers(nn.Module):
-    def __init__(self, classes, shape):
-        super().__init__()
-
 class Net(nn.Module):
     def __init__(self, classes, shape):
         super().__init__()
@@ -69,7 +65,6 @@ def refused(name: str) -> str:
 
 NOT_MADE = {
     "own_net:Nett": ": AttributeError: .* no attribute 'Nett'$",
-    "own_net:NoLayers": ": lacks parameters; put lists of layers in nn.ModuleList$",
     "torchvision:resnet19": ": torchvision has no such net.*; did you mean resnet18?",
     "torchvision:vit_b_16": r", on images \[3, 3, 32, 40\]: AssertionError: Wrong image width!",
 }
@@ -82,7 +77,7 @@ NOT_COMPUTED = {  # what `forward` returns
 }
 NOT_TRAINED = {  # what `__init__` adds
     "self.fc2 = nn.Linear(3, 3)": ": fc2.weight has no part in the outputs; use it",
-    "self.more = [nn.Linear(3, classes)]": ": lacks parameters",
+    "self.more = [nn.Linear(3, classes)]": ": lacks parameters; put lists of layers in",
 }
 
 
