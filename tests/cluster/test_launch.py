@@ -134,7 +134,6 @@ REFUSED: list[tuple[Variables, str]] = [
     ({"RANK": "0"}, "RANK=0: WORLD_SIZE is not set"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
     (without(BY_HAND, "MASTER_ADDR"), "WORLD_SIZE=2: MASTER_ADDR is not set"),
-    (without(BY_HAND, "MASTER_PORT"), "WORLD_SIZE=2: MASTER_PORT is not set"),
     (BY_HAND | {"RANK": "2"}, "RANK 2: the world size is 2; ranks are 0 to 1"),
     (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID 4: the world size is 4"),
     (
@@ -165,7 +164,6 @@ NO_ADDRESSES = """
     [
         *(({}, env, message) for env, message in REFUSED),
         ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
-        ({"local_rank": 1}, {}, "--local-rank 1: the world size is 1; ranks are 0"),
         (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
         (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
         ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),

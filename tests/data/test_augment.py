@@ -115,12 +115,12 @@ def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
 
 def test_pictures_of_characters_are_not_mirrored() -> None:
     """A mirror makes a 2 of a 5, or what is no character; all else is as for other pictures."""
-    assert describe_augmentation(COLOUR, True) == ("pictures", "mirrored, cropped, coloured")
-    assert describe_augmentation(CHARACTERS, True) == (
-        "pictures of characters",
-        "cropped, coloured",
-    )
-    assert describe_augmentation(GREY, False) == ("images of strokes on black", "not augmented")
+    for image_format, kind, how in (
+        (COLOUR, "pictures", "mirrored, cropped, coloured"),
+        (CHARACTERS, "pictures of characters", "cropped, coloured"),
+        (GREY, "images of strokes on black", "rotated, scaled, shifted"),
+    ):
+        assert describe_augmentation(image_format, True) == (kind, how)
     both = [augmentation_table(each, 2000, 0, 0, 4) for each in (COLOUR, CHARACTERS)]
     assert (both[1][:, 0, 0] > 0).all() and (both[0][:, 0, 0] < 0).any()
     for table in both:

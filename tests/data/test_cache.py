@@ -147,15 +147,9 @@ def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
 # --- Which data set
 
 
-def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk would stop the digits as well. Without a Hub: tests/data/test_sources.py."""
-    for name in ("mnist", "digits", "/nowhere"):
-        assert choose(name, str(cache)) == (name, [])
-    assert not cache.exists()
-    full = Mock(side_effect=StorageError("no space; clear some"))
-    monkeypatch.setattr("ddp_mnist.data.cache.load", full)
+def test_fault_28_auto_falls_back_for_a_lack_of_data_only(cache: Path) -> None:
+    """Not if the cache cannot be written. Without a Hub: tests/data/test_sources.py."""
+    cache.touch()
     with pytest.raises(StorageError):
         choose("auto", str(cache))
 
