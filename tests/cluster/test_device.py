@@ -152,8 +152,7 @@ BY_TORCHRUN = Launch("torchrun", local_world_size=2)
         ("", Launch("tcp"), "cpu", 2, 4),
         ("", Launch("tcp"), "cpu", 100, 1),
         ("", Launch(), "cuda", 1, 1),
-        ("1", Launch("torchrun"), "cpu", 2, 4),  # set by the launcher, of its own accord
-        ("1", Launch("accelerate"), "cpu", 2, 4),
+        ("1", Launch("accelerate"), "cpu", 2, 4),  # set by the launcher, of its own accord
         ("1", Launch("tcp"), "cpu", 2, 1),  # set by a person
         ("3", Launch("torchrun"), "cpu", 2, 3),
         ("4,2", Launch(), "cpu", 1, 4),  # OpenMP's form for nested regions

@@ -95,6 +95,7 @@ def test_what_is_given_stays() -> None:
         ({"batch_size": 128}, MNIST, 3, "--batch-size 128: is not divisible by 3", "126 or 129,.*"),
         ({"batch_size": 72, "grad_accum": 5}, DIGITS, 2, "--batch-size 72: is", "70 or 80, .*"),
         ({"batch_size": 80}, 100, 3, "--batch-size 80: is not", "use 78, or another .*"),
+        ({"batch_size": 2}, DIGITS, 8, "--batch-size 2: is not", "use 8, or another .*"),
         ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, "--batch-size 1440: is above", "use 1437"),
         ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
         ({"grad_accum": 5}, 10, 2, "--batch-size: must be divisible by 10 (", "or micro-batches"),
