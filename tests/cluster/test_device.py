@@ -15,27 +15,35 @@ Patch = pytest.MonkeyPatch
 PAIR = Launch("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", 29500, agent_store=True)
 
 
-@pytest.mark.parametrize("launcher", [None, "", "no", "fp16", "bf16"])
-@pytest.mark.parametrize("flag", [None, "auto", "no", "fp16", "bf16", "fp64"])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("native", [True, False])
-def test_precision_in_effect(
-    launcher: str | None, flag: str | None, device: str, native: bool, monkeypatch: Patch
-) -> None:
-    if launcher is not None:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+def on_a(device: str, monkeypatch: Patch, native: bool = True) -> None:
+    """Let this machine have a GPU or none; it computes in bf16 natively, or not."""
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
-    flags = Distribution(mixed_precision=flag)
-    requested = flag or launcher or "auto"  # the flag beats the launcher
-    if (requested, device) == ("fp16", "cpu"):
-        with pytest.raises(UsageError, match="needs a GPU"):
-            decide(flags, Launch())
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+
+
+@pytest.mark.parametrize(
+    ("device", "native", "auto"),
+    [("cuda", True, "bf16"), ("cuda", False, "fp16"), ("cpu", True, "bf16"), ("cpu", False, "no")],
+)
+def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: Patch) -> None:
+    """The flag beats the launcher."""
+    on_a(device, monkeypatch, native)
+    for flag, launcher, expected in (
+        (None, "", auto),
+        ("auto", "no", auto),
+        (None, "no", "no"),
+        (None, "bf16", "bf16"),
+        ("no", "fp16", "no"),
+        ("bf16", "fp16", "bf16"),
+        ("fp64", "bf16", "fp64"),
+        ("fp16", "no", "fp16"),
+        (None, "fp16", "fp16"),
+    ):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+        flags = Distribution(mixed_precision=flag)
         assert decide(flags, Launch(), full_precision=True).precision == "no"
-        return
-    auto = "bf16" if native else "fp16" if device == "cuda" else "no"
-    expected = auto if requested == "auto" else requested
-    assert decide(flags, Launch()).precision == expected
+        if (device, expected) != ("cpu", "fp16"):  # which is refused
+            assert decide(flags, Launch()).precision == expected
 
 
 def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
@@ -86,9 +94,8 @@ def test_the_device(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
+    on_a("cuda" if has_gpu else "cpu", monkeypatch)
     expected = "cuda" if has_gpu and not wants_cpu else "cpu"
-    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
     assert decide(Distribution(cpu=flag), Launch()).device == expected
     # a request for the CPU hides the GPUs, before torch looks for them
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
@@ -108,8 +115,7 @@ def test_the_device(
 def test_the_backend(
     flag: str, launch: Launch, device: str, backend: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
-    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
+    on_a(device, monkeypatch)
     assert decide(Distribution(backend=flag), launch).backend == backend
 
 
@@ -120,8 +126,7 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
         decide(Distribution(sync_bn=True), Launch())
     with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
-        on_a_gpu.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: False)
+        on_a("cuda", on_a_gpu, native=False)
         for precision in ("fp16", None):
             with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add --mixed-precisi"):
                 decide(Distribution(comm_hook="powersgd", mixed_precision=precision), Launch())
@@ -147,7 +152,7 @@ BY_TORCHRUN = Launch("torchrun", local_world_size=2)
         ("", Launch("tcp"), "cpu", 2, 4),
         ("", Launch("tcp"), "cpu", 100, 1),
         ("", Launch(), "cuda", 1, 1),
-        ("1", Launch("torchrun"), "cpu", 2, 4),  # set by the launcher, of its own accord
+        ("1", Launch("accelerate"), "cpu", 2, 4),  # set by the launcher, of its own accord
         ("1", Launch("tcp"), "cpu", 2, 1),  # set by a person
         ("3", Launch("torchrun"), "cpu", 2, 3),
         ("4,2", Launch(), "cpu", 1, 4),  # OpenMP's form for nested regions

@@ -12,31 +12,27 @@ from ddp_mnist.cluster.device import set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.system import limits
-from tests.commands import python
-from tests.run_checks import what_it_says
+from tests.commands import Typed, python
 
+Captured = pytest.CaptureFixture[str]
 FORKS = """
 import multiprocessing, os
 from ddp_mnist.cluster import hardware
 
-def say_if_forked():
-    print(hardware.is_forked(), flush=True)
-
-def say_so_once_imported_here():
+def say_once_imported_here():
     hardware.IMPORTED_BY = os.getpid()
-    say_if_forked()
+    print(hardware.is_forked(), flush=True)
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("fork")
     for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
-        process = kind.Process(target=say_so_once_imported_here)
+        process = kind.Process(target=say_once_imported_here)
         process.start()
         process.join()
     if os.fork():
         os.wait()
-    say_if_forked()  # the copy, and then the process that it was copied from
+    print(hardware.is_forked(), flush=True)  # the copy, then its parent
 """
 
 
@@ -61,47 +57,26 @@ def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> Non
 # --- GPUs that torch cannot use
 
 
-@pytest.mark.parametrize(
-    ("names", "cuda", "words"),
-    [
-        (["nvidia0", "nvidia1", "nvidiactl"], "13.2", "2 in /dev, but .*CUDA 13.2"),
-        (["nvidia0"], None, "1 in .* \\(built for CPUs only"),
-    ],
-)
 def test_gpus_that_torch_does_not_see_are_told(
-    names: list[str],
-    cuda: str | None,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, typed: Typed
 ) -> None:
-    """A driver that is too old, a torch for CPUs, one that sees none."""
+    """A torch for CPUs, a driver that is too old: the plan of a run and make tell it."""
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     monkeypatch.delenv(hardware.HIDE_GPUS, raising=False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in names:
-        (tmp_path / name).touch()
-    assert re.match(rf"{words}\) sees none$", hardware.unused_gpus())
-    assert hardware.gpus_for_make() == 0
-    assert re.match(rf"GPUs: {words}\) .*, so this trains on the CPU; ", capsys.readouterr().err)
+    for names, cuda, words in (
+        ("nvidia0", None, r"1 in .* \(built for CPUs only"),
+        ("nvidia1 nvidiactl", "13.2", "2 in /dev, but .*CUDA 13.2"),
+    ):
+        for name in names.split():
+            (tmp_path / name).touch()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert hardware.gpus_for_make() == 0
+        line = rf"GPUs: {words}\) sees none, so this trains on the CPU; update the driver, or .*\n"
+        assert re.fullmatch(line, capsys.readouterr().err)
+        assert re.search(line, typed("train", "--dataset", "digits", "--dry-run").out)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.unused_gpus() == ""
-
-
-def said_beside(devices: str) -> str:
-    """Return what a dry run prints beside GPUs that torch does not see."""
-    hardware.DEVICES = Path(devices)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
-
-
-def test_the_plan_tells_it_too(tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    [said] = run_world(1, said_beside, str(tmp_path), folder=tmp_path)
-    assert "GPUs: 1 in /dev, but torch (built for " in said
-    assert f"sees none, so this trains on the CPU; {hardware.GPU_FIX}\n" in said
 
 
 def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ TORCHRUN = variables("""
 """)
 ALONE = variables("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 RANK=0 WORLD_SIZE=1")
 SECOND = variables("GROUP_RANK=1 GROUP_WORLD_SIZE=2 RANK=3 WORLD_SIZE=4 MASTER_ADDR=gpu1")
+NOT_SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 ACCELERATE = variables("ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=True OMP_NUM_THREADS=2")
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=12345")
 SRUN = variables("""
@@ -56,6 +57,7 @@ ONE_TASK = variables("""
     SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
 """)
 IN_TORCHRUN = Launch("torchrun", 1, 2, 1, 2, 1, "127.0.0.1", 29500, agent_store=True)
+IN_SECOND = Launch("torchrun", 3, 4, 1, 2, 2, "gpu1", 29500, agent_store=True)
 IN_SRUN = Launch("slurm", 3, 4, 1, None, 2, "gpu003", 25007)
 FOUND_BY_HAND = Launch("environment", 1, 2, None, None, None, "10.0.0.1", 12345)
 
@@ -64,23 +66,14 @@ def without(env: Variables, *names: str) -> Variables:
     return {name: value for name, value in env.items() if name not in names}
 
 
+TCP: dict[str, Any] = {"init_method": "tcp://h:1", "rank": 0, "world_size": 2}
 FOUND: dict[str, tuple[Variables, Launch]] = {
     "python": ({}, Launch()),
-    "python, stale LOCAL_RANK": ({"LOCAL_RANK": "3"}, Launch()),
     "accelerate, one process": (ACCELERATE, Launch("accelerate")),
-    "accelerate, several": (
-        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"},
-        replace(IN_TORCHRUN, launcher="accelerate"),
-    ),
+    "accelerate, several": (TORCHRUN | ACCELERATE, replace(IN_TORCHRUN, launcher="accelerate")),
     "torchrun": (TORCHRUN, IN_TORCHRUN),
-    "torchrun, store not shared": (
-        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
-        replace(IN_TORCHRUN, agent_store=False),
-    ),
-    "torchrun, second node": (
-        TORCHRUN | SECOND,
-        Launch("torchrun", 3, 4, 1, 2, 2, "gpu1", 29500, agent_store=True),
-    ),
+    "torchrun, store not shared": (TORCHRUN | NOT_SHARED, replace(IN_TORCHRUN, agent_store=False)),
+    "torchrun, second node": (TORCHRUN | SECOND, IN_SECOND),
     "torchrun inside a SLURM job": (TORCHRUN | SRUN, IN_TORCHRUN),
     "by hand": (BY_HAND, FOUND_BY_HAND),
     "by hand, one process": (variables("RANK=0 WORLD_SIZE=1"), Launch("environment")),
@@ -94,7 +87,6 @@ FOUND: dict[str, tuple[Variables, Launch]] = {
         replace(IN_SRUN, main_host="10.1.1.1", main_port=4711),
     ),
     "srun of one task in a larger job": (SRUN | ONE_TASK, Launch()),
-    "SLURM job of one task": (variables("SLURM_NTASKS=1 SLURM_JOB_ID=5"), Launch()),
     "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, Launch()),
 }
 
@@ -116,20 +108,11 @@ def test_the_place_that_a_launcher_gives(env: Variables, expected: Launch) -> No
             Launch("environment", 1, 3, 0, None, None, "h", 1),
         ),
         ({"rank": 1, "world_size": 2}, BY_HAND, FOUND_BY_HAND),
+        (TCP, SRUN, Launch("tcp", 0, 2, main_host="h", main_port=1)),
         (
-            {"init_method": "tcp://192.168.1.201:12345", "rank": 0, "world_size": 2},
+            TCP | {"init_method": "tcp://[::1]:65535/", "local_rank": 1},
             {},
-            Launch("tcp", 0, 2, None, None, None, "192.168.1.201", 12345),
-        ),
-        (
-            {"init_method": "tcp://[::1]:65535", "rank": 1, "world_size": 2, "local_rank": 1},
-            {},
-            Launch("tcp", 1, 2, 1, None, None, "::1", 65535),
-        ),
-        (
-            {"init_method": "tcp://node-1.cluster:1/", "rank": 3, "world_size": 4},
-            SRUN,
-            Launch("tcp", 3, 4, None, None, None, "node-1.cluster", 1),
+            Launch("tcp", 0, 2, 1, main_host="::1", main_port=65535),
         ),
     ],
 )
@@ -151,8 +134,6 @@ REFUSED: list[tuple[Variables, str]] = [
     ({"RANK": "0"}, "RANK=0: WORLD_SIZE is not set"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
     (without(BY_HAND, "MASTER_ADDR"), "WORLD_SIZE=2: MASTER_ADDR is not set"),
-    (without(BY_HAND, "MASTER_PORT"), "WORLD_SIZE=2: MASTER_PORT is not set"),
-    (BY_HAND | {"RANK": ""}, "WORLD_SIZE=2: RANK is not set"),
     (BY_HAND | {"RANK": "2"}, "RANK 2: the world size is 2; ranks are 0 to 1"),
     (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID 4: the world size is 4"),
     (
@@ -162,7 +143,6 @@ REFUSED: list[tuple[Variables, str]] = [
     (variables("SLURM_NNODES=2 SLURM_PROCID=0"), "SLURM_NNODES=2: this process was not started by"),
     # sbatch in the shell of a step, whose variables the job inherits
     (SRUN | ONE_TASK | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: this process was not started by"),
-    (SRUN | ONE_TASK | {"SLURM_NNODES": "2"}, "SLURM_NNODES=2: this process was not started by"),
     *(
         ({name: "2"}, f"{name}=2: mpirun is not supported")
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -170,9 +150,6 @@ REFUSED: list[tuple[Variables, str]] = [
     # accelerate launch --cpu --num_processes 2
     (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR=127.0.0.1: is set, but accelerate l"),
 ]
-
-
-TCP: dict[str, Any] = {"init_method": "tcp://h:1", "rank": 0, "world_size": 2}
 CONTRADICTED = "the environment says"
 ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
 NO_ADDRESSES = """
@@ -187,15 +164,12 @@ NO_ADDRESSES = """
     [
         *(({}, env, message) for env, message in REFUSED),
         ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
-        ({"local_rank": 1}, {}, "--local-rank 1: the world size is 1; ranks are 0"),
         (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
         (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
         ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),
         ({"rank": 0}, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1; leave one of them out"),
-        ({"world_size": 3}, BY_HAND, f"--world-size 3: {CONTRADICTED} WORLD_SIZE=2"),
         ({"local_rank": 0}, TORCHRUN, f"--local-rank 0: {CONTRADICTED} LOCAL_RANK=1"),
         (TCP, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1"),
-        (TCP, TORCHRUN, f"--rank 0: {CONTRADICTED} RANK=1"),
         (TCP | {"rank": None}, {}, "--init-method tcp://h:1: each process needs --rank R --w"),
         (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: each process needs --rank R"),
         *(
@@ -221,12 +195,6 @@ def test_first_slurm_host() -> None:
     nodes = "a[003-005,9],b1 n1 n1,n2 x-[1-2]-y x-[01,3]-y,z n[7] rack[1-2]node[03-04] 10.0.0.1,a"
     first = "a003 n1 n1 x-1-y x-01-y n7 rack1node03 10.0.0.1"
     assert [first_slurm_host(each) for each in nodes.split()] == first.split()
-
-
-def test_only_a_worker_dies_with_its_launcher() -> None:
-    for launcher in ("accelerate", "torchrun", "slurm", "tcp", "python"):
-        launch, parents = Launch(launcher), ("accelerate", "torchrun")
-        assert launch.child_of_launcher == (launcher in parents)
 
 
 # --- A worker ends with its launcher

@@ -1,12 +1,8 @@
 """What meeting, agreeing and ending cost a rank does not depend on how many there are."""
 
-import functools
 import os
-import re
-import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,35 +13,29 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
+from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.ranks import at_once, each_of, stores
 from tests.run_checks import with_flags
 
-METHODS = (
-    *("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set", "append"),
-    *("delete_key", "num_keys", "queue_push", "queue_pop", "queue_len", "clone"),
-)
-
 
 def counted() -> Counter[str]:
     """Return what from now on counts this process's calls of torch's stores, by method."""
-    calls, lock = Counter[str](), threading.Lock()
+    calls = Counter[str]()
 
     def count(name: str, method: Any) -> Any:
-        @functools.wraps(method)
         def call(*args: Any, **options: Any) -> Any:
-            with lock:
-                calls[name] += 1
+            calls[name] += 1
             return method(*args, **options)
 
         return call
 
-    for name in METHODS:
-        if hasattr(dist.PrefixStore, name):
-            setattr(dist.PrefixStore, name, count(name, getattr(dist.PrefixStore, name)))
+    for name in dir(dist.PrefixStore):
+        method = getattr(dist.PrefixStore, name)
+        if not name.startswith("_") and callable(method):
+            setattr(dist.PrefixStore, name, count(name, method))
     return calls
 
 
@@ -77,38 +67,22 @@ def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> No
 # --- Many
 
 
-@dataclass(frozen=True)
-class Member:
-    """What one of many ranks found."""
-
-    calls: int
-    descriptors: int
-    met_s: float
-
-
-def meet_and_agree() -> Member:
-    """Meet, agree on facts, come together and leave."""
-    calls, began = counted(), time.monotonic()
+def meet_and_agree() -> int:
+    """Meet, agree on facts, come together and leave; return how many files were open."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     store = meet(Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port), 300)
-    met_s = time.monotonic() - began
     store.barrier()
     check_same(store, {"--seed": 0, "packages": "x" * 1000})
-    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    open_files = len([*Path("/proc/self/fd").iterdir()])
     store.close()
-    return Member(calls.total(), descriptors, met_s)
+    return open_files
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("size", [64, 256])
-def test_many_ranks_meet_agree_and_end(size: int, tmp_path: Path) -> None:
-    found = run_world(size, meet_and_agree, folder=tmp_path, timeout_s=400)
-    looks = max(each.met_s for each in found) / LOOK_S
-    assert max(each.calls for each in found) <= 40 + 2 * looks
-    assert max(each.descriptors for each in found[1:]) < 40  # without the group's own
-    assert found[0].descriptors < 2 * size + 60
-    print(found[0], max(each.met_s for each in found))
+def test_many_ranks_meet_agree_and_end(tmp_path: Path) -> None:
+    zero, *others = run_world(256, meet_and_agree, folder=tmp_path, timeout_s=400)
+    assert zero < 2 * 256 + 60 and max(others) < 40  # without the group's own
 
 
 def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:
@@ -162,5 +136,3 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
         " start every process with the same flags, data and packages"
     )
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
-    many = each_of(20, lambda store: check_same(store, {"x": store.rank > 0}))
-    assert re.match(r"x: rank 0 has False, rank 1, 2, 3, [\d, ]+ \.\.\. has True;", str(many[0]))

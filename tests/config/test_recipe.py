@@ -1,13 +1,10 @@
-import dataclasses
 import itertools
 import re
 from typing import Any
 
 import pytest
 
-from ddp_mnist.config.flag_fields import (
-    flag_values,
-)
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import UsageError
 
@@ -43,7 +40,6 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
         (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
         (MNIST, ACCURATE, 288, 0, 20),  # of 208 steps
         (DIGITS, ACCURATE, 144, 0, 445),  # of 9
-        (MNIST, ACCURATE | {"batch_size": 1000}, 1000, 0, 67),
     ],
 )
 def test_the_data_set_decides_batch_size_and_epochs(
@@ -99,6 +95,7 @@ def test_what_is_given_stays() -> None:
         ({"batch_size": 128}, MNIST, 3, "--batch-size 128: is not divisible by 3", "126 or 129,.*"),
         ({"batch_size": 72, "grad_accum": 5}, DIGITS, 2, "--batch-size 72: is", "70 or 80, .*"),
         ({"batch_size": 80}, 100, 3, "--batch-size 80: is not", "use 78, or another .*"),
+        ({"batch_size": 2}, DIGITS, 8, "--batch-size 2: is not", "use 8, or another .*"),
         ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, "--batch-size 1440: is above", "use 1437"),
         ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
         ({"grad_accum": 5}, 10, 2, "--batch-size: must be divisible by 10 (", "or micro-batches"),
@@ -127,11 +124,10 @@ def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
-TYPED = (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
+def test_resolved_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
     val_size = min(5000, rows // 5)
     train_rows = rows - val_size
     for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
@@ -149,15 +145,3 @@ def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows
         assert recipe.epochs * steps >= 300
         assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
         assert resolve_recipe(recipe, rows, world_size) == recipe
-        for batch_size in TYPED:
-            given = Recipe(batch_size=batch_size, grad_accum=grad_accum, epochs=1)
-            if batch_size % least == 0 and batch_size <= train_rows:
-                assert resolve_recipe(given, rows, world_size).batch_size == batch_size
-                continue
-            with pytest.raises(UsageError) as refused:
-                resolve_recipe(given, rows, world_size)
-            legal = re.search(r"; use (\d+)(?: or (\d+))?(, or another .*)?$", str(refused.value))
-            assert legal
-            for size in map(int, filter(None, legal.groups()[:2])):
-                suggested = dataclasses.replace(given, batch_size=size)
-                assert resolve_recipe(suggested, rows, world_size).batch_size == size

@@ -6,9 +6,7 @@ import torch
 from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader, splits
 from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.seeding import generator
-from tests.data_sets import (
-    of,
-)
+from tests.data_sets import of
 
 # --- Rows and their order
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -14,20 +15,9 @@ from ddp_mnist.data import cache as caching
 from ddp_mnist.data.cache import cache_folder, choose
 from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.listing import Listing
-from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import StorageError, printable, reason
 from tests.chaos import wait_until
-from tests.data_sets import (
-    LABELS,
-    PIXELS,
-    TEST,
-    TRAIN,
-    of,
-    save_to_disk,
-    write_idx,
-    write_parquet,
-)
+from tests.data_sets import LABELS, PIXELS, TEST, TRAIN, of, save_to_disk, write_idx, write_parquet
 
 # --- What is loaded
 
@@ -62,9 +52,7 @@ def same(a: ImageData, b: ImageData) -> bool:
     )
 
 
-def test_the_first_time_it_is_read_and_then_cached(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_time_it_is_read_and_then_cached(folder: Path, cache: Path) -> None:
     images = load(folder, cache)
     assert of(images, "test").images.tolist() == PIXELS[TRAIN:, None].tolist()
     assert of(images, "train").labels.tolist() == LABELS[:TRAIN]
@@ -72,15 +60,9 @@ def test_the_first_time_it_is_read_and_then_cached(
     about = {"name": "small", "source": f"folder:{folder}", "digest": images.digest}
     assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST, "val_rows": 0}
     before = cached_folder(cache).stat()
-    with monkeypatch.context() as cached_only:
-        cached_only.setattr(Source, "listing", Mock(side_effect=AssertionError))
-        second = load(folder, cache)
+    second = load(folder, cache)
     assert cached_folder(cache).stat() == before
     assert same(images, second)
-    assert second.warnings == []
-    assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [""]
-    names = {"about.json", "files.json", *(f"{name}.npy" for name in caching.ARRAYS)}
-    assert {path.name for path in cached_folder(cache).iterdir()} == names
     assert not load(folder, cache, refresh=True).warnings
     assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
     write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
@@ -143,43 +125,30 @@ def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) 
     whole = load(folder, cache)
     name, spoil = DAMAGES[damage]
     file = cached_folder(cache) / name
-    before = file.read_bytes()
-    spoilt = spoil(before)
-    assert spoilt != before
+    spoilt = spoil(file.read_bytes())
     file.unlink()  # `whole` is mapped from it
     if spoilt is not None:
         file.write_bytes(spoilt)
-    again = load(folder, cache)
-    assert same(again, whole)
-    assert file.read_bytes() == before
-    assert load(folder, cache).warnings == []
+    assert same(load(folder, cache), whole)
 
 
 def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = load(folder, cache)
-    mine = cached_folder(cache)
+    images, old = load(folder, cache), cached_folder(cache).stat()
     monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
-    again = load(folder, cache)
-    assert same(before, again)
-    assert whole_folders(cache) == [mine]
-    monkeypatch.setattr(Source, "listing", Mock(side_effect=AssertionError))
-    assert load(folder, cache).warnings == []
+    assert same(load(folder, cache), images)
+    assert (new := cached_folder(cache).stat()) != old
+    assert same(load(folder, cache), images)
+    assert cached_folder(cache).stat() == new
 
 
 # --- Which data set
 
 
-def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk would stop the digits as well. Without a Hub: tests/data/test_sources.py."""
-    for name in ("mnist", "digits", "/nowhere"):
-        assert choose(name, str(cache)) == (name, [])
-    assert not cache.exists()
-    full = Mock(side_effect=StorageError("no space; clear some"))
-    monkeypatch.setattr("ddp_mnist.data.cache.load", full)
+def test_fault_28_auto_falls_back_for_a_lack_of_data_only(cache: Path) -> None:
+    """Not if the cache cannot be written. Without a Hub: tests/data/test_sources.py."""
+    cache.touch()
     with pytest.raises(StorageError):
         choose("auto", str(cache))
 
@@ -198,30 +167,18 @@ def test_which_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_folder("~nobody-here/x")
 
 
-def test_fault_29_a_cache_that_cannot_be_written(
+def test_fault_29_a_cache_that_cannot_be_added_to(
     folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither made nor, on a disk that is read-only or fills up at the end, added to."""
-
-    def refused(where: Path, data: Path, why: str) -> None:
-        with pytest.raises(StorageError) as caught:
-            load(data, where)
-        beginning, _, fix = str(caught.value).rpartition("; ")
-        assert beginning.startswith(f"{where}: ") and why in beginning
-        assert fix.startswith("use --cache-dir or DDP_MNIST_CACHE")
-
-    (file := tmp_path / "file").touch()
-    refused(file, folder, "File exists")
+    """On a disk that is read-only, or fills up at the end; one that is a file: test_one_line.py."""
     written, other = load(folder, cache), write_idx(tmp_path / "other")
-    for name, error in (
-        ("ddp_mnist.data.cache.take", OSError(30, "Read-only file system")),
-        ("ddp_mnist.data.cache.np.save", OSError(28, "No space left on device")),
-        ("ddp_mnist.data.cache.Path.rename", OSError(28, "No space left on device")),
-    ):
-        with monkeypatch.context() as disk:
-            disk.setattr(name, Mock(side_effect=error))
-            refused(cache, other, reason(error))
-            assert same(load(folder, cache), written)
+    for call, number in (("take", errno.EROFS), ("Path.rename", errno.ENOSPC)):
+        error = OSError(number, os.strerror(number))
+        line = rf"^{cache}: the cache cannot be written \({reason(error)}\); use --cache-dir or DDP"
+        with monkeypatch.context() as disk, pytest.raises(StorageError, match=line):
+            disk.setattr(f"ddp_mnist.data.cache.{call}", Mock(side_effect=error))
+            load(other, cache)
+        assert same(load(folder, cache), written)
         assert cached_folder(cache)  # and no other
         assert not list(cache.glob("*.tmp"))
 
@@ -230,17 +187,14 @@ def test_fault_29_a_cache_that_cannot_be_written(
 
 
 def slow_load(folder: str, cache: str) -> tuple[str, list[str]]:
-    """Load with a decoder that leaves a line and takes its time."""
-    listing = Source.listing
+    """Load; leave a line and take some time where decoding begins."""
 
-    def slow_listing(self: Source, options: ImageOptions) -> Listing:
+    def tell(_: str) -> None:
         with open("log", "a") as file:
             file.write("read\n")
         time.sleep(0.5)
-        return listing(self, options)
 
-    Source.listing = slow_listing  # type: ignore[method-assign]
-    images = load_cached(folder, cache)
+    images = load_cached(folder, cache, log=tell)
     return images.digest, images.warnings
 
 
@@ -268,12 +222,9 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
 ) -> None:
     world = LocalWorld(1, get_stuck, str(folder), str(cache), folder=tmp_path)
     wait_until((tmp_path / "log").exists, timeout_s=30)
-    assert len(list(cache.glob("*.tmp"))) == 1
     world.processes[0].kill()
-    [outcome] = world.outcomes()
-    assert isinstance(outcome, ConnectionError)
+    world.outcomes()
     assert not whole_folders(cache)
-
     images = load(folder, cache)
     assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
     assert not list(cache.glob("*.tmp"))

@@ -94,13 +94,11 @@ def test_no_copy_of_an_image_drawn_by_share_is_trained_on() -> None:
         assert held.size and not np.isin(keys[held], np.delete(keys, held)).any()
 
 
-def test_the_plan_warns_of_a_class_without_a_test_image(photos: Path, typed: Typed) -> None:
+def test_a_class_without_a_test_image_is_named(photos: Path) -> None:
     (photos / "rare").mkdir()
     noise(99).save(photos / "rare" / "99.png")
-    folder = ("--dataset", photos, "--test-size", TEST_SIZE, "--cache-dir", photos.parent / "cache")
-    warning = 'the test has no image of "rare": add images, or give a larger --test-size'
-    plan = typed("train", *folder, "--model", "mlp", "--dry-run").out
-    assert f"careful {warning}" in " ".join(plan.split())
+    sentence = 'the test has no image of "rare": add images, or give a larger --test-size'
+    assert load(photos).careful == [sentence]
 
 
 def test_a_number_is_the_share_that_it_is_now(photos: Path) -> None:
@@ -200,8 +198,6 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     config = read_json(Path("run/config.json"))
     config["run"]["dataset"] = str(here / "photos")
     Path("run/config.json").write_text(json.dumps(config))
-    before = json.loads(typed("evaluate", "run", "--json").out)
-    assert before["count"] == read_json(Path("run/summary.json"))["test_count"]
     trained_on = {
         pixels for pixels, part in parts_of(load(Path("photos"))).items() if part == "train"
     }
@@ -221,7 +217,7 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     assert "have changed since the run (" in Path("run/report.html").read_text()
     again = json.loads(typed("evaluate", "run", "--json", "--dataset", "photos").out)
     now = load(Path("photos"))
-    assert again["count"] == len(of(now, "test").labels) >= before["count"] - 1
+    assert again["count"] == len(of(now, "test").labels)
     assert not trained_on & {image.numpy().tobytes() for image in of(now, "test").images}
     ended = typed("evaluate", "run", "--split", "validation", "--dataset", "photos")
     assert ended.code == 0
@@ -235,23 +231,17 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
     assert seen == sum(part == "train" for part in parts_of(load(trained / "photos")).values())
     ended = typed("evaluate", "run", "--dataset", "other")
     assert ended.code == 3
-    assert ended.err.startswith(
-        f"ddp-mnist: error: --dataset other: run was trained on {seen} of these 60 test images;"
-        " take them out of test (test/a/"
-    )
-    assert ended.err.endswith(" ...), or choose other images (code 3)\n")
-    [names] = re.findall(r"\((test.*) \.\.\.\)", ended.err)
+    line = f"--dataset other: run was trained on {seen} of these 60 test images; take them out of"
+    assert line in ended.err
+    names = re.findall(r"test/\w+/\d+\.png", ended.err)[:2]
     for split in ("test", "train"):  # a copy in train is none of those
         Path("few", split, "a").mkdir(parents=True)
-        for name in names.split(", ")[:2]:
+        for name in names:
             shutil.copy(Path("other", name), Path("few", split, "a"))
     noise(999).save("few/test/a/new.png")
     ended = typed("evaluate", "run", "--dataset", "few")
-    [advised] = re.findall(
-        r"2 of these 3 test images; take them out of test \(([^)]*)\)", ended.err
-    )
-    assert advised == ", ".join(names.split(", ")[:2])
-    for name in advised.split(", "):
+    assert f"2 of these 3 test images; take them out of test ({', '.join(names)})" in ended.err
+    for name in names:
         Path("few", name).unlink()
     assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
     Path("run/trained_on.npy").unlink()

@@ -1,5 +1,6 @@
 """The file of each test image is found again, and none is named wrongly."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,27 +9,21 @@ import pytest
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import decode_image, open_image
-from tests.data_sets import flat, load, of, split_up, write_noise
+from tests.data_sets import flat, load, split_up, write_noise
 
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) -> None:
-    folder = tmp_path / "photos"
+    folder = write_noise(tmp_path / "photos", *(flat(90) if drawn else split_up(30)))
     if drawn:
-        write_noise(folder, *flat(90))
-        (folder / "cat" / "0 copy.png").write_bytes((folder / "cat" / "0.png").read_bytes())
-    else:
-        write_noise(folder, *split_up(30))
+        shutil.copy(folder / "cat" / "0.png", folder / "cat" / "0 copy.png")
     (folder / "notes.txt").write_text("no image")
-    reading = ImageOptions(test_size=30 if drawn else None)
-    images = load(folder, reading)
-    rows = range(len(of(images, "test").labels))
-    numbers = images.rows["test"]
-    found = dict(zip(rows, images.files_of(numbers.tolist()).values(), strict=True))
-    assert len(rows) > 20 and [*found] == [*rows]
-    for row, file in found.items():
-        assert Path(file).parent.name == images.classes[of(images, "test").labels[row]]
+    images = load(folder, ImageOptions(test_size=30 if drawn else None))
+    found = images.files_of(images.rows["test"].tolist())
+    assert len({*found.values()}) == len(images.rows["test"]) > 20
+    for number, file in found.items():
+        assert Path(file).parent.name == images.classes[images.targets[number]]
         with open_image(folder / file) as image:
             pixels = decode_image(image, images.image_format.shape)
-        assert np.array_equal(pixels, of(images, "test").images[row])
-    assert cache.load("digits").files_of(rows) == {}  # which have no files
+        assert np.array_equal(pixels, images.images[number])
+    assert cache.load("digits").files_of(range(9)) == {}  # which have no files

@@ -19,15 +19,3 @@ def test_a_net_for_any_channels_and_size(name: str, image_format: ImageFormat) -
         assert list(net(images).shape) == [3, 7]
     assert has_batch_norm(net) == (name in ("cnn_bn", "torchvision:resnet18"))
     assert is_known(name)  # no file of it is kept with the weights
-
-
-def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
-    net = build_net("mlp", Classification([*"ab"]), COLOUR).double()
-    seen: list[torch.Tensor] = []
-    net.net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    images = torch.randint(0, 256, (2, 3, 32, 40), dtype=torch.uint8)
-    net(images)
-    for channel, (mean, std) in enumerate(zip(COLOUR.mean, COLOUR.std, strict=True)):
-        expected = (images[:, channel].double() / 255 - mean) / std
-        torch.testing.assert_close(seen[0][:, channel], expected)
-    assert images.dtype == torch.uint8

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -25,28 +26,29 @@ def test_the_rate_rises_to_the_peak_and_falls() -> None:
         rate = scheduled(100, 0.02, 0.15).learning_rate(step)
         assert rate == pytest.approx(0.02 * share, rel=1e-12)
     assert rates(4, 0.5, 0.0) == [0.5, 0.375, 0.25, 0.125]
-    for warmup in (0.0, 0.15, 0.5, 0.999):
-        assert rates(1, 0.01, warmup) == [0.01]
-        for total_steps in (2, 3, 10, 45, 1000):
-            values = rates(total_steps, 0.5, warmup)
-            top = values.index(max(values))
-            assert 0 < min(values) <= values[top] <= 0.5
-            assert top <= warmup * total_steps
-            assert values[: top + 1] == sorted(values[: top + 1])
-            assert values[top:] == sorted(values[top:], reverse=True)
+    assert rates(2, 0.5, 0.999) == pytest.approx([0.5 / 1.998, 0.5])  # it never falls
+    assert rates(1, 0.01, 0.5) == [0.01]
+
+
+OWN: dict[str, dict[str, Any]] = {  # options of each optimizer
+    "adamw": {"betas": (0.9, 0.98)},
+    "muon": {"betas": (0.9, 0.98)},
+    "sgd": {"momentum": 0.9},
+}
 
 
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
-def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
+@pytest.mark.parametrize("optimizer", OWN)
+def test_matrices_and_kernels_decay_and_nothing_else(name: str, optimizer: str) -> None:
     model = MODELS[name](10, MNIST)
-    optimizer = make_optimizer(model, recipe_of(optimizer="adamw", lr=0.3, weight_decay=0.25))
+    made = make_optimizer(model, recipe_of(optimizer=optimizer, lr=0.3, weight_decay=0.25))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decaying, other = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    decaying, other = ({names[p] for p in group["params"]} for group in made.param_groups)
     assert decaying == {n for n in names.values() if n.endswith("weight") and "norm" not in n}
     assert other == set(names.values()) - decaying
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
-    assert optimizer.defaults["betas"] == (0.9, 0.98)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.25, 0.0]
+    for group in made.param_groups:
+        assert group.items() >= {"lr": 0.3, **OWN[optimizer]}.items()
 
 
 def test_without_a_loss_scaler_the_step_is_fused() -> None:
@@ -105,25 +107,3 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
             direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
             expected = expected * (1 - 0.1 * 0.5) - KERNEL_STEP * 0.1 * direction
         assert torch.allclose(after, expected, rtol=1e-9, atol=1e-9), name
-
-
-# --- SGD
-
-
-def test_sgd_has_momentum_and_the_same_decay() -> None:
-    torch.manual_seed(0)
-    net = MODELS["mlp"](10, MNIST).double()
-    before = copy.deepcopy(net)
-    optimizer = make_optimizer(net, recipe_of(optimizer="sgd", lr=0.1, weight_decay=0.5))
-    for _ in range(2):
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    for name, parameter in net.named_parameters():
-        decay = 0.5 if parameter.ndim >= 2 else 0.0
-        expected: torch.Tensor = before.get_parameter(name)
-        momentum = torch.zeros_like(expected)
-        for _ in range(2):
-            momentum = 0.9 * momentum + 1 + decay * expected
-            expected = expected - 0.1 * momentum
-        assert torch.allclose(parameter, expected, rtol=1e-12), name

@@ -1,49 +1,36 @@
-"""A command's output arrives, or its exit code says so.
-
-A process that has torch loaded forks for each command, which then takes a second and not five.
-"""
+"""A command's output arrives, or its exit code says so."""
 
 import io
 import json
 import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import termios
 import time
-import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data import cache
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.system.console import Console, as_json
-from tests.chaos import SECONDS
-from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
-from tests.data_sets import of
+from tests.commands import SLOW, Ended, left_on_screen, on_forked_terminal
+from tests.data_sets import write_noise
 from tests.run_checks import metrics, status
 
 # --- What a console prints
 
 
-def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
+def test_progress_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    console, silent = Console(True), Console(False)
+    console = Console(True)
     for second in (0.0, 0.5, 1.0, 1.5, 1.9, 2.0, 10.0, 10.5):
         now = 100.0 + second
         console.progress(second / 20, f"{second}")
-        silent.progress(second / 20, "silent")
     now = 110.6
     console.print("one\ntwo")
-    silent.print("silent")
     now = 111.5
     console.progress(0.6, "too soon after it")
     assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "one", "two", ""]
@@ -82,46 +69,19 @@ def test_on_a_terminal_progress_is_a_bar_below_the_lines_and_a_status_has_its_co
     assert capsys.readouterr().out == "\n".join(plain)
 
 
-def read_until(terminal: int, wanted: str, timeout_s: float) -> str:
-    """Return what is written to a terminal until it has `wanted`, or all if it is closed before."""
-    written, deadline = b"", time.monotonic() + timeout_s
-    while wanted.encode() not in written and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.1)[0]:
-            try:
-                written += os.read(terminal, 4096)
-            except OSError:  # Linux's way to say that the other end is closed
-                break
-    return written.decode()
-
-
-STOPPING = "ddp-mnist: stopping after this step"
-
-
 @pytest.mark.system
-def test_the_bar_shows_a_step_all_the_time_and_control_c_is_answered(tmp_path: Path) -> None:
+def test_the_bar_shows_a_step_all_the_time(tmp_path: Path) -> None:
     """From before the first step on, between log lines and while it validates."""
     (tmp_path / "slow.py").write_text(SLOW)
-    flags = "--dataset digits --model slow:Slow --epochs 3 --log-every 1000 --run-dir run --cpu"
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    command = ["setsid", "--ctty", sys.executable, *TRAIN, *flags.split()]
-    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    with subprocess.Popen(command, cwd=tmp_path, **streams) as process:
-        os.close(theirs)
-        before = read_until(ours, "epoch 2/3", 120)
-        os.write(ours, b"\x03")
-        answer = read_until(ours, STOPPING, 0.1 * SECONDS)  # half a second on a free machine
-        rest = read_until(ours, "no such line", 20)
-    os.close(ours)
-    assert process.returncode == 130
-    assert STOPPING in [line.rpartition("\r")[2] for line in answer.splitlines()], answer
-    assert (before + answer + rest).count("stopping after this step") == 1
-    shown = re.findall(r"\r[█▏▎▍▌▋▊▉ ]{8} (\S[^\r\n]*)", before)
-    assert shown[0] == "step  0/45  starting"
-    assert [frame for frame in shown if not re.match(r"step +\d+/45  ", frame)] == []
-    assert any(re.match(r"step 15/45  loss \d\.\d+  validation .* left", each) for each in shown)
+    flags = "--dataset digits --model slow:Slow --epochs 2 --log-every 1000 --run-dir run --cpu"
+    command = f"from ddp_mnist import cli; cli.main({['train', *flags.split()]})"
+    [(code, written)] = run_world(1, on_forked_terminal, command, folder=tmp_path)
+    assert code == 0, written
+    shown = re.findall(r"\r[█▏▎▍▌▋▊▉ ]{8} (\S[^\r\n]*)", written)
+    assert shown[0] == "step  0/30  starting"
+    assert [frame for frame in shown if not re.match(r"step +\d+/30  ", frame)] == []
+    assert any(re.match(r"step 15/30  loss \d\.\d+  validation .* left", each) for each in shown)
     assert {0, 1, 15, 30} < {int(frame[5:7]) for frame in shown}  # and some between, unlogged
-    assert len(metrics(tmp_path / "run")) == 2
 
 
 # --- Commands whose output cannot be written
@@ -131,86 +91,69 @@ QUICK = ("--dataset", "digits", "--model", "mlp", "--epochs", "1")
 CANNOT = "stdout: cannot be written (No space left on device); "
 
 
-def run_forked(arguments: list[str], *streams: str) -> Ended:
-    """Run a command in a process that was forked; stdout and stderr are files, or CLOSED."""
-    pid = os.fork()
-    if pid == 0:
-        for number, file, name in zip((1, 2), streams, ("stdout", "stderr"), strict=True):
-            if file == CLOSED:
-                reading, opened = os.pipe()
-                os.close(reading)
-            else:
-                opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            os.dup2(opened, number)
-            setattr(sys, name, os.fdopen(number, "w", closefd=False))
-        try:
-            sys.argv = ["ddp-mnist", *arguments]
-            cli.program()
-        finally:  # whatever else comes out of it is a traceback
-            traceback.print_exc()
-            os._exit(99)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said = [Path(file).read_text() if Path(file).is_file() else "" for file in streams]
-    return Ended(code, *said)
-
-
-def run_all(commands: list[tuple[list[str], str, str]]) -> list[Ended]:
-    """Run one after the other; what verify would take minutes for is left out."""
-    import ddp_mnist.verbs.predict  # noqa: F401
+def program(words: list[str], *streams: str) -> None:
+    """Be the program; stdout and stderr are files, or CLOSED."""
     from ddp_mnist.verbs.verify import proofs
 
-    proofs.verify = lambda *_: iter(["begins"])
-    return [run_forked(*command) for command in commands]
+    proofs.verify = lambda *_: iter(["begins"])  # which would take minutes
+    for number, file, name in zip((1, 2), streams, ("stdout", "stderr"), strict=True):
+        if file == CLOSED:
+            reading, opened = os.pipe()
+            os.close(reading)
+        else:
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, number)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    sys.argv = ["ddp-mnist", *words]
+    cli.program()
+
+
+def run(folder: Path, words: list[str], *streams: str) -> Ended:
+    """Run a command in a process of its own."""
+    world = LocalWorld(1, program, words, *streams, folder=folder)
+    assert [str(outcome) for outcome in world.outcomes()] == ["was killed"]  # it ended by itself
+    said = [(folder / file).read_text() if (folder / file).is_file() else "" for file in streams]
+    return Ended(world.processes[0].exitcode or 0, *said)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold a finished run and an image."""
-    import PIL.Image
-
-    place = tmp_path_factory.mktemp("streams")
-    images = cache.load("digits")
-    PIL.Image.fromarray(of(images, "test").images[0].squeeze().numpy()).save(place / "image.png")
-    train = (["train", *QUICK, "--run-dir", "run"], "out", "err")
-    [[done]] = run_world(1, run_all, [train], folder=place)
-    assert done.code == 0, done.err
+    place = write_noise(tmp_path_factory.mktemp("streams"), "image.png", size=(28, 28))
+    assert run(place, ["train", *QUICK, "--run-dir", "run"], "out", "err").code == 0
     return place
 
 
-def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> None:
-    verbs: list[list[str]] = [
-        ["predict", "run", "image.png"],
-        ["evaluate", "run"],
-        ["report", "run", "--out", "page.html"],
-        ["export", "run", "--out", "there"],
-        ["prepare", "--dataset", "digits"],
-        ["doctor", "--dataset", "digits"],
-        ["verify", "--save", "proofs.json"],
-        ["train", *QUICK, "--dry-run"],
-        ["--version"],
-    ]
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict run image.png",
+        "evaluate run",
+        "report run --out page.html",
+        "export run --out there",
+        "prepare --dataset digits",
+        "doctor --dataset digits",
+        "verify --save proofs.json",
+        "train --dataset digits --dry-run",
+        "--version",
+    ],
+)
+def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(words: str, folder: Path) -> None:
     line = f"ddp-mnist: error: {CANNOT}free space, or redirect it elsewhere (code 5)\n"
-    commands = [(verb, FULL, "err") for verb in verbs]
-    [all_ended] = run_world(1, run_all, commands, folder=folder)
-    for verb, ended in zip(verbs, all_ended, strict=True):
-        assert (ended.code, ended.err) == (5, line), verb
+    assert run(folder, words.split(), FULL, "err") == Ended(5, "", line)
 
 
 def test_fault_05_fault_35_a_training_goes_on_without_stdout_and_errors_keep_their_code(
     folder: Path,
 ) -> None:
-    commands = [
-        (["train", *QUICK, "--run-dir", "silent"], FULL, "err"),
-        (["evaluate", "run"], CLOSED, "err-2"),
-        (["train", *QUICK, "--run-dir", "mute"], FULL, FULL),
-        (["train", *QUICK, "--run-dir", "unread"], CLOSED, CLOSED),
-        (["train", "--lr", "0"], "out", FULL),
-        (["predict", "no", "x"], CLOSED, CLOSED),
-    ]
-    [ended] = run_world(1, run_all, commands, folder=folder)
-    assert [each.code for each in ended] == [0, 0, 0, 0, 2, 4]
+    train = ["train", *QUICK, "--run-dir"]
     warning = f"ddp-mnist: warning: {CANNOT}the run continues without output; see its folder\n"
-    assert [each.err for each in ended[:2]] == [warning, ""]
+    assert run(folder, [*train, "silent"], FULL, "err") == Ended(0, "", warning)
+    assert run(folder, ["evaluate", "run"], CLOSED, "err") == Ended(0, "", "")
+    assert run(folder, [*train, "mute"], FULL, FULL).code == 0
+    assert run(folder, [*train, "unread"], CLOSED, CLOSED).code == 0
+    assert run(folder, ["train", "--lr", "0"], "out", FULL).code == 2
+    assert run(folder, ["predict", "no", "x"], CLOSED, CLOSED).code == 4
     for name in ("silent", "mute", "unread"):
         assert status(folder / name) == ("finished", 0)
         assert metrics(folder / name, "step")[-1]["test_accuracy"] > 0.1
