@@ -24,7 +24,6 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
-from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
@@ -362,51 +361,6 @@ def _until_terminal_closes(arguments: list[str]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_fault_11_in_evaluation_and_during_a_save(unbroken: Path, tmp_path: Path) -> None:
-    """One after the other, in one run."""
-    config, run, steps = config_of("patient", RUN), tmp_path / "run", []
-    for phase in ("save", "validation", "test"):
-        outcomes = LocalWorld(2, _stopped_in, config, phase, folder=tmp_path).outcomes()
-        assert [error.code for error in outcomes] == [143, 143]
-        assert status(run) == ("preempted", 143)
-        steps.append(newest_step(run))
-        config = watch.resumed(config_of("patient", RUN))
-    assert steps[1:] == [15, 90]
-    [summary, _] = run_world(2, watch.just_train, config, folder=tmp_path)
-    assert summary["resumed_from"] == steps
-    assert (run / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
-
-
-def _stopped_in(config: TrainConfig, phase: str) -> Any:
-    """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
-    from ddp_mnist.training import training_run as session
-
-    evaluate, save = session.evaluate_split, checkpoint.save
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-    def evaluate_and_stop(
-        accelerator: Any, model: Any, loader: Any, *args: Any, **options: Any
-    ) -> Any:
-        which = "test" if len(loader.dataset) == 360 else "validation"
-        if which == phase and os.environ["RANK"] == "1":
-            stop()
-        return evaluate(accelerator, model, loader, *args, **options)
-
-    def save_and_stop(*args: Any, **options: Any) -> None:
-        if phase == "save":
-            stop()
-        save(*args, **options)
-
-    with (
-        patch.object(session, "evaluate_split", evaluate_and_stop),
-        patch.object(checkpoint, "save", save_and_stop),
-    ):
-        return watch.just_train(config)
-
-
 def test_fault_13_control_c_twice(tmp_path: Path) -> None:
     """Test the second; what the first one does, the signals to one of three show."""
     flags = flags_of("patient", RUN, *LONG, "--cpu", "--log-every", "900")
@@ -441,29 +395,6 @@ def _typed(arguments: list[str]) -> None:
 
     with patch.object(Meter, "update", slowly):  # both signals come before a sync point
         _command(arguments)
-
-
-# --- Divergence
-
-
-def test_fault_24_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
-    config = config_of("patient", RUN, *LONG)
-    [error] = LocalWorld(1, _overflow, config, folder=tmp_path).outcomes()
-    assert error.code == 7
-    assert str(error).startswith("--lr 0.01: by step ")
-    assert status(tmp_path / "run") == ("failed", 7)
-    assert newest_step(tmp_path / "run") == 20
-
-
-def _overflow(config: TrainConfig) -> None:
-    steps = iter(range(900))
-
-    def spoil(_: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
-        if next(steps) >= 20:
-            torch._foreach_mul_(gradients, float("inf"))
-
-    with watch.before_each_step(spoil):
-        watch.just_train(config)
 
 
 # --- Chaos
