@@ -32,7 +32,6 @@ def test_the_commit_is_that_of_the_checkout(
     git("init", "-q")
     git("add", "ddp_mnist")
     git("commit", "-qm", "ours")
-    git("tag", "v1")
     commit = git("rev-parse", "HEAD")
     assert git_commit() == commit
     code.write_text("a = 2\n")

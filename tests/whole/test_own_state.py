@@ -16,7 +16,7 @@ from tests.run_checks import apart, metrics, stop, with_flags
 
 # Nets of one layer that draw or remember in forward: of(__init__, forward).
 OWN = """
-import random, secrets
+import random
 import numpy as np
 import torch
 from torch import nn
@@ -71,7 +71,6 @@ not_persistent = of(with_lost_buffer, running)
 attribute = of(lambda self: setattr(self, "temperature", 1.0), temperature)
 own_generator = of(with_dice, lambda self, y: y * torch.rand((), generator=self.dice))
 of_the_module = of(lambda self: None, lambda self, y: y * GENERATOR.random())
-of_the_system = of(lambda self: None, lambda self, y: y * secrets.randbits(32))
 counted = of(lambda self: setattr(self, "calls", 0), calls)
 
 class Loss:
@@ -91,7 +90,6 @@ LOST = {  # what each error names
     "attribute": "changes temperature, ",
     "own_generator": "changes dice, ",
     "of_the_module": "has a memory, ",
-    "of_the_system": "has a memory, ",
 }
 
 

@@ -22,7 +22,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import key_of
-from ddp_mnist.errors import DivergedError, StorageError, UsageError
+from ddp_mnist.errors import DivergedError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
 from tests.commands import Ended, Typed, run_here
@@ -236,23 +236,3 @@ def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_p
         deep = PIL.Image.fromarray(steps * number + 300)
         deep.save(tmp_path / f"{number}.png", transparency=300)
     assert key_in(tmp_path / "900.png") != key_in(tmp_path / "1000.png")
-
-
-# --- Losses
-
-
-def test_a_loss_that_mixes_images_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
-    text = """
-import torch.nn.functional as F
-
-def whole(logits, labels):
-    each = F.cross_entropy(logits, labels, reduction="none")
-    return each.mean().expand(len(labels))
-"""
-    own_module("own_mean", text, here, monkeypatch)
-    ended = typed(*TRAIN, "--loss", "own_mean:whole")
-    assert ended.code == UsageError.code
-    fault = "the loss of an image depends on other images, or on chance, so N processes would not"
-    assert fault in ended.err
