@@ -22,13 +22,8 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.task import Classification
-from ddp_mnist.training.evaluation import (
-    Metrics,
-    evaluate_split,
-    make_eval_loader,
-    packed,
-    unpacked,
-)
+from ddp_mnist.training import evaluation
+from ddp_mnist.training.evaluation import Metrics
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
@@ -58,9 +53,9 @@ def make_rows(count: int) -> Rows:
 
 
 def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
-    loader = make_eval_loader(accelerator, make_rows(rows), per_process)
+    loader = evaluation.make_eval_loader(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
-    metrics = evaluate_split(accelerator, model, loader, TASK)
+    metrics = evaluation.evaluate_split(accelerator, model, loader, TASK)
     assert model.training is (rows % 2 == 0)  # left in the mode that it was in
     return metrics
 
@@ -151,7 +146,7 @@ def test_large_images_are_evaluated_in_little_memory(
         num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
     )
     images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
-    loader = make_eval_loader(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
+    loader = evaluation.make_eval_loader(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
     assert loader.batch_size == 2 * count
 
 
@@ -208,11 +203,11 @@ def test_of_many_classes_the_worst_are_shown() -> None:
         "     3   kind 7, taken for kind 9",
         "     2   kind 7, taken for kind 8",
     ]
-    sparse = packed(confusion.tolist())
+    sparse = evaluation.packed(confusion.tolist())
     assert sparse[3:6] == [[3, 3, 4], [3, 5, 1600], [4, 4, 10]]
-    assert np.array_equal(unpacked(sparse, 41), confusion)
+    assert np.array_equal(evaluation.unpacked(sparse, 41), confusion)
     whole = confusion[:40, :40].tolist()
-    assert packed(whole) == whole == unpacked(whole, 40).tolist()
+    assert evaluation.packed(whole) == whole == evaluation.unpacked(whole, 40).tolist()
 
 
 # --- Its splits
