@@ -397,6 +397,25 @@ def _typed(arguments: list[str]) -> None:
         _command(arguments)
 
 
+# --- Divergence
+
+
+def test_fault_24_divergence_ends_all_ranks_and_the_last_good_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    # each step multiplies the weights by 1 - 99 x 10: two layers' product overflows after 6 or 7
+    typed = ("--lr", "99", "--weight-decay", "10", "--warmup", "0")
+    config = config_of("patient", RUN, *typed)
+    outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
+    assert str(told_once(outcomes, 7)).startswith("--lr 99: ")
+    assert status(tmp_path / "run") == ("failed", 7)
+    assert not (tmp_path / "run" / MODEL).exists()
+    raw, step, _ = checkpoint.read_newest(tmp_path / "run")
+    assert step == 4
+    weights = checkpoint.from_bytes(raw, step)["state"]["model"]
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
 # --- Chaos
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import PIL.Image
 import PIL.ImageDraw
 import pyarrow as pa
@@ -15,38 +14,26 @@ import pyarrow.parquet as pq
 import pytest
 
 from ddp_mnist.errors import DataError
-from tests.data_sets import cells_of, encoded, read
+from tests.data_sets import cells_of, encoded, noise, read, write_noise
 
-NUMBERS = itertools.count()
+SIZES = {"train": 6, "test": 3}
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
-
-
-def photo() -> PIL.Image.Image:
-    """Return noise; no two are alike."""
-    noise = np.random.default_rng(next(NUMBERS)).integers(0, 256, (16, 16, 3), np.uint8)
-    return PIL.Image.fromarray(noise)
-
-
-def put(image: PIL.Image.Image, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path)
 
 
 def tree(root: Path, train: Sequence[str], test: Sequence[str] = ()) -> None:
     """Write four train and two test images of each class, in its folder."""
-    for split, names, count in (("train", train, 4), ("test", test or train, 2)):
-        for name, number in itertools.product(names, range(count)):
-            put(photo(), root / split / name / f"{number}.png")
+    for seed, (split, names, count) in enumerate((("train", train, 4), ("test", test or train, 2))):
+        files = (f"{name}/{number}.png" for name in names for number in range(count))
+        write_noise(root / split, *files, seed=seed)
 
 
 def described(*words: Any) -> Callable[[Path], None]:
     """Return what writes six train and three test images, with these labels in metadata.csv."""
 
     def make(root: Path) -> None:
-        for split, count in (("train", 6), ("test", 3)):
+        for seed, (split, count) in enumerate(SIZES.items()):
             rows = [(f"{n}.png", words[n % len(words)]) for n in range(count)]
-            for name, _ in rows:
-                put(photo(), root / split / name)
+            write_noise(root / split, *(name for name, _ in rows), seed=seed)
             write_csv(root / split / "metadata.csv", rows)
 
     return make
@@ -62,8 +49,8 @@ def table(readme: str = "", as_bytes: bool = False) -> Callable[[Path], None]:
 
     def make(root: Path) -> None:
         root.mkdir()
-        for split, count in (("train", 6), ("test", 3)):
-            files = [encoded(photo()) for _ in range(count)]
+        for seed, (split, count) in enumerate(SIZES.items()):
+            files = [encoded(noise(10 * seed + number)) for number in range(count)]
             images = pa.array(files, pa.binary()) if as_bytes else cells_of(files)
             labels = [n % 2 for n in range(count)]
             pq.write_table(pa.table({"image": images, "label": labels}), root / f"{split}.parquet")
@@ -79,16 +66,18 @@ def shapes_on_glass(root: Path) -> None:
             getattr(PIL.ImageDraw.Draw(alpha), kind)([4 + number, 5, 20, 22], fill=255)
             image = PIL.Image.new("RGBA", (32, 32), (255, 255, 255, 0))
             image.putalpha(alpha)
-            put(image, root / split / kind / f"{number}{split}.png")
+            path = root / split / kind / f"{number}{split}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
 
 
 def one_table_for_all(root: Path) -> None:
-    rows = []
-    for split, count in (("train", 6), ("test", 3)):
-        for number in range(count):
-            name = f"{split}/{('monday', 'friday')[number // 2 % 2]}/{number}.png"
-            put(photo(), root / name)
-            rows.append((name, ("cat", "dog")[number % 2]))
+    rows = [
+        (f"{split}/{('monday', 'friday')[n // 2 % 2]}/{n}.png", ("cat", "dog")[n % 2])
+        for split, count in SIZES.items()
+        for n in range(count)
+    ]
+    write_noise(root, *(name for name, _ in rows))
     write_csv(root / "metadata.csv", rows)
 
 

@@ -26,6 +26,7 @@ from ddp_mnist.errors import DivergedError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
 from tests.commands import Ended, Typed, run_here
+from tests.data_sets import write_noise
 from tests.run_checks import metrics, own_module
 
 TRAIN = ["train", "--dataset", "digits", "--model", "mlp", "--epochs", "1", "--run-dir", "run"]
@@ -179,16 +180,9 @@ def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(ru
 # --- Images and classes
 
 
-def write_classes(folder: Path, *names: str, count: int = 4) -> None:
-    for number, name in enumerate(names):
-        (folder / name).mkdir(parents=True)
-        for index in range(count):
-            pixels = np.random.default_rng(100 * number + index).integers(0, 256, (20, 20, 3))
-            PIL.Image.fromarray(np.uint8(pixels)).save(folder / name / f"{index}.png")
-
-
 def test_classes_that_vanish_are_named(here: Path) -> None:
-    write_classes(here / "photos", "train/cat", "train/dog", "train/emu", "test/cat", "test/dog")
+    classes = ("train/cat", "train/dog", "train/emu", "test/cat", "test/dog")
+    write_noise(here / "photos", *(f"{name}/{number}.png" for name in classes for number in "0123"))
     (here / "photos" / "train" / "fox").mkdir()
     for file in ("status.json", "config.json"):  # not a run's: it has no id
         (here / "photos" / "train" / "cat" / file).write_text("{}")
