@@ -91,6 +91,10 @@ REFUSED = {
     "train --model mlp --optimizer muon": "--optimizer muon: mlp has no convolutions; use",
     "train --resume auto": "--resume auto: needs --run-dir",
     "train --resume a --run-dir b": "--resume a: resumes the run in that folder; leave out",
+    "train --loss my_loss:f --label-smoothing 0.1": "--label-smoothing 0.1: has no part in --loss",
+    # of the images or of own code, which is looked at before any image is
+    "train --dataset digits --test-size 0.3 --quiet": "--test-size 0.3: --dataset digits already",
+    "train --dataset ./none --loss no_module:f --quiet": "--loss no_module:f: ModuleNotFoundError",
     # no such flag, argument or verb
     "train --bath_size=7": "--bath_size: unknown flag or argument; did you mean --ba",
     "train --no-agument": "--no-agument: unknown flag or argument; did you mean --no",

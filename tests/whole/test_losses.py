@@ -64,16 +64,6 @@ def test_what_a_loss_can_get_wrong_is_one_line(name: str) -> None:
         trial.check_task(Classification([*"abcde"], name), f"--loss {name}", torch.arange(3))
 
 
-def test_a_loss_of_ones_own_is_refused_before_the_data_are_read(typed: Typed) -> None:
-    ended = typed("train", "--dataset", "no_such_folder", "--loss", "no_module:f")
-    assert ended.err.startswith("ddp-mnist: error: --loss no_module:f: ModuleNotFoundError: ")
-    ended = typed("train", "--loss", "my_loss:focal", "--label-smoothing", "0.1")
-    assert ended.error_lines == [
-        "ddp-mnist: error: --label-smoothing 0.1: has no part in --loss my_loss:focal; leave it out"
-        " (code 2)"
-    ]
-
-
 # --- What it computes
 
 

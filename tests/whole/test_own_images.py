@@ -15,7 +15,6 @@ from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
 from ddp_mnist.verbs.predict import read_image
-from tests.commands import Typed
 from tests.data_sets import RED, encoded, folder_of, load, of, picture, stored
 
 BLUE = (10, 10, 200)
@@ -225,12 +224,3 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
         beginning = f"{2 * count} of {total} images had {note}"
         assert any(said.startswith(beginning) for said in images.image_format.notes), note
     assert len(images.image_format.notes) == 7  # and that of the sizes, and the grey ones
-
-
-# --- What is asked for
-
-
-def test_a_size_of_the_test_beside_a_test_split_is_refused(typed: Typed) -> None:
-    ended = typed("train", "--dataset", "digits", "--test-size", "0.3", "--dry-run")
-    line = "--test-size 0.3: --dataset digits already has a test split; remove --test-size (code 2)"
-    assert ended.error_lines == [f"ddp-mnist: error: {line}"]
