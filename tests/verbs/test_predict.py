@@ -1,12 +1,12 @@
 """What predict sees in an image file, what it answers, and how it shows that."""
 
-import dataclasses
 import io
 import json
 import operator
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +168,7 @@ def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
         assert np.abs(as_mnist(tmp_path / f"large.{form}") - expected).mean() < 4
 
 
-LETTERS = dataclasses.replace(GREY, digit_photos=False)
+LETTERS = replace(GREY, digit_photos=False)
 
 
 def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Path) -> None:
@@ -186,15 +186,9 @@ def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Pa
         for asked, expected in ((None, default), (not made.digit_photos, other)):
             [line] = predict(run, page, digit_photos=asked)
             assert line["probabilities"] == expected
-
-
-def test_photos_are_not_cut_out_for_a_net_of_other_strokes(
-    model: Normalised, tmp_path: Path
-) -> None:
-    dark = dataclasses.replace(LETTERS, bright_on_black=False)
-    run = run_of(tmp_path / "own", model, CLASSES, dark)
-    with pytest.raises(UsageError, match=f"^--digit-photos: {run} .*; leave it out$"):
-        predict(run, "x.png", digit_photos=True)
+    dark = run_of(tmp_path / "dark", model, CLASSES, replace(LETTERS, bright_on_black=False))
+    with pytest.raises(UsageError, match=f"^--digit-photos: {dark} .*; leave it out$"):
+        predict(dark, page, digit_photos=True)
 
 
 # --- Which files

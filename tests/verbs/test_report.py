@@ -90,6 +90,8 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
     expected = {name: (str(summary[name]), text) for name, text in shown.items()}
     assert figures(page) == expected | {"wrong": (wrong, wrong)}
     rows = [[str(n) for n in row] for row in summary["confusion"]]
+    matrix = page.partition('<th scope="col">0</th>')[2].partition("</tr>")[0]
+    assert re.findall(r'<th scope="col">(.*?)</th>', matrix) == [*"123456789"]
     cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
     assert "2 on CPU, precision no" in words(out)
@@ -224,8 +226,9 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
         stored = base64.b64decode(mistake["png"].partition(",")[2])
         with PIL.Image.open(file) as given, PIL.Image.open(io.BytesIO(stored)) as shown:
             assert given.tobytes() == shown.tobytes()
-    [page] = write(path)
-    assert run.mistakes[0]["place"] in page.read_text().replace("<wbr>", "")
+    page = write(path)[0].read_text()
+    assert run.mistakes[0]["place"] in page.replace("<wbr>", "")
+    assert run.mistakes[0]["png"] in page
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A finished run and images that it has not seen: evaluate counts what predict answers."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,16 +45,9 @@ def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_colours_are_told_apart_unless_grey_and_the_report_shows_mistakes(
-    runs: Path, typed: Typed
-) -> None:
+def test_colours_are_told_apart_unless_grey(runs: Path) -> None:
     accuracies = [read_json(runs / n / "summary.json")["test_accuracy"] for n in ("colour", "grey")]
     assert accuracies[0] >= 0.95 and accuracies[1] <= 0.4
-    assert typed("report", runs / "grey").code == 0
-    page = (runs / "grey" / "report.html").read_text()
-    assert "data:image/png;base64," in page
-    matrix = page.partition('<th scope="col">blue</th>')[2].partition("</tr>")[0]
-    assert re.findall(r'<th scope="col">(.*?)</th>', matrix) == CLASSES[1:]
 
 
 def copied(folder: Path, place: Path, change: Callable[[PIL.Image.Image], PIL.Image.Image]) -> None:

@@ -97,9 +97,8 @@ def errors_of(flags: dict[str, str]) -> dict[str, str]:
     """Return the error of a run with each net or loss, by name; the folder may not be there."""
     found = {}
     for name, flag in flags.items():
-        config = with_flags(proof_config(**{flag: f"own:{name}"}), run_dir=f"run-{name}")
         with pytest.raises(UsageError) as raised:
-            just_train(config)
+            just_train(proof_config(f"run-{name}", **{flag: f"own:{name}"}))
         found[name] = str(raised.value)
         assert not Path(f"run-{name}").exists()
     return found

@@ -62,15 +62,6 @@ def test_fault_52_another_model_than_the_summarys_is_refused_and_written_again(
     assert (run / "model.safetensors").read_bytes() == right
 
 
-def test_fault_52_an_older_model_is_told_though_the_status_is_damaged(
-    run: Path, typed: Typed
-) -> None:
-    (run / "status.json").write_text("")
-    ended = typed("evaluate", "run")
-    assert ended.code == 0
-    assert "run: this is the model of step 15, from before the run was resumed" in ended.err
-
-
 def test_an_answer_that_is_no_number_is_an_error(run: Path, typed: Typed) -> None:
     file = run / "model.safetensors"
     with safe_open(file, "pt") as model:
@@ -131,8 +122,6 @@ def test_a_buffer_that_is_no_number_is_not_saved(
 ) -> None:
     text = """
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save
 from ddp_mnist.nets.ours import MLP
 
 class Net(MLP):
