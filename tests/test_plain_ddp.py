@@ -33,10 +33,10 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [{"epochs": 1}, {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}],
-)
+OF_ONES_OWN = {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}
+
+
+@pytest.mark.parametrize("recipe", [{"epochs": 1}, OF_ONES_OWN])
 def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     [trained, _] = run_world(2, watch.just_train, watch.proof_config(**recipe), folder=tmp_path)

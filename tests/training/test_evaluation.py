@@ -122,19 +122,18 @@ def test_a_lost_or_repeated_row_is_an_error(kept: list[int]) -> None:
         evaluate_cell(fake, 7, 8)
 
 
-@pytest.mark.parametrize(
-    ("device", "shape", "count"),
-    [("cpu", (1, 28, 28), 500), ("cuda", (1, 28, 28), 4000), ("cuda", (3, 2000, 2000), 1)],
-)
-def test_large_images_are_evaluated_in_little_memory(
-    device: str, shape: tuple[int, int, int], count: int
-) -> None:
-    fake: Any = SimpleNamespace(
-        num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
-    )
-    images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
-    loader = evaluation.make_eval_loader(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
-    assert loader.batch_size == 2 * count
+def test_large_images_are_evaluated_in_little_memory() -> None:
+    for device, shape, count in (
+        ("cpu", (1, 28, 28), 500),
+        ("cuda", (1, 28, 28), 4000),
+        ("cuda", (3, 2000, 2000), 1),
+    ):
+        fake: Any = SimpleNamespace(
+            num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
+        )
+        images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
+        rows = Rows(images, torch.zeros(9000, dtype=torch.int64))
+        assert evaluation.make_eval_loader(fake, rows).batch_size == 2 * count
 
 
 # --- The table of `evaluate`
