@@ -42,7 +42,7 @@ from tests.chaos import (
     workers_of,
 )
 from tests.commands import Ended
-from tests.run_checks import status, told_once
+from tests.run_checks import net_that, status, told_once
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60"]
@@ -395,6 +395,19 @@ def _typed(arguments: list[str]) -> None:
 
     with patch.object(Meter, "update", slowly):  # both signals come before a sync point
         _command(arguments)
+
+
+def test_fault_11_a_signal_in_the_test_ends_the_run_before_its_result(tmp_path: Path) -> None:
+    """At every other place, and two of them, and bit for bit: machines/test_dying.py."""
+    in_the_test = """if os.path.exists(status := "run/status.json"):
+            with open(status) as file:
+                os.kill(os.getpid(), 15 if '"phase": "test"' in file.read() else 0)"""
+    (tmp_path / "struck.py").write_text(net_that(in_the_test))
+    config = watch.proof_config(model="struck:Net", epochs=1)
+    told_once(LocalWorld(1, watch.just_train, config, folder=tmp_path).outcomes(), 143)
+    run = tmp_path / "run"
+    assert (status(run), newest_step(run)) == (("preempted", 143), 15)
+    assert not (run / MODEL).exists()
 
 
 # --- Divergence
