@@ -167,22 +167,6 @@ def python(
     return Started(list(arguments), folder, variables).ended(timeout_s)
 
 
-def on_terminal(
-    *arguments: str, folder: Path, columns: int = 80, variables: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """Run Python on a terminal of that width; return its exit code and what it writes there."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, columns))
-    env = {**os.environ, "TERM": "xterm", **(variables or {})}
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(
-        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=env
-    ) as process:
-        os.close(theirs)
-        written = written_to(ours)
-    return process.returncode, written
-
-
 def written_to(terminal: int) -> str:
     """Return what is written to a terminal until its other end is closed; close it too."""
     written = b""

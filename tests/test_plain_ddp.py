@@ -9,13 +9,7 @@ import torch
 from ddp_mnist import plain_ddp
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.verbs.verify.watch import (
-    PROOF,
-    just_train,
-    largest_difference,
-    proof_config,
-    weights_of,
-)
+from ddp_mnist.verbs.verify import watch
 from tests.commands import REPOSITORY, python, run_here
 
 OWN = """
@@ -31,7 +25,7 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    digits, resolved = plain_ddp.load("digits", Recipe(**{**PROOF, **recipe}), 2)
+    digits, resolved = plain_ddp.load("digits", Recipe(**{**watch.PROOF, **recipe}), 2)
     model, _ = plain_ddp.train_plain(digits, resolved, 0, torch.float64)
     accuracy = plain_ddp.test_accuracy(model, digits)
     dist.destroy_process_group()
@@ -39,17 +33,17 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [{"epochs": 1}, {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}],
-)
+OF_ONES_OWN = {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}
+
+
+@pytest.mark.parametrize("recipe", [{"epochs": 1}, OF_ONES_OWN])
 def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    [trained, _] = run_world(2, just_train, proof_config(**recipe), folder=tmp_path)
+    [trained, _] = run_world(2, watch.just_train, watch.proof_config(**recipe), folder=tmp_path)
     plain = run_world(2, train_plainly, recipe, folder=tmp_path)
     for weights, accuracy in plain:
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
-        assert largest_difference(weights_of(tmp_path / "run"), tensors) < 1e-9
+        assert watch.largest_difference(watch.weights_of(tmp_path / "run"), tensors) < 1e-9
         assert accuracy == trained["test_accuracy"]
 
 

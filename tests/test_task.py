@@ -163,15 +163,12 @@ def test_what_does_not_fit_is_refused(spots: Path, typed: Typed) -> None:
         assert line.startswith(f"ddp-mnist: error: {words}")
 
 
-CELLS = {
-    "0.png,,2": "column x is ''; give a number below 3e",
-    "0.png,nan,2": "column x is 'nan'; give a number",
-    "0.png,1,1e39": "column y is '1e39'; give a number",
-}
-
-
 def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
-    for row, words in CELLS.items():
+    for row, words in (
+        ("0.png,,2", "column x is ''; give a number below 3e"),
+        ("0.png,nan,2", "column x is 'nan'; give a number"),
+        ("0.png,1,1e39", "column y is '1e39'; give a number"),
+    ):
         write_table(spots, [row.split(",")])
         with pytest.raises(DataError, match=rf"metadata.csv: 0.png, {words}"):
             read(spots)

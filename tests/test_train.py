@@ -1,33 +1,20 @@
-import contextlib
-import io
 import json
 import os
-import signal
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import PRESETS, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
-from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx
-from tests.run_checks import (
-    apart,
-    check_equal,
-    metrics,
-    status,
-    told_once,
-    what_it_says,
-    with_flags,
-)
+from tests.run_checks import apart, check_equal, metrics, what_it_says, with_flags
 
 STEPS = 45
 OneProcess = tuple[Path, watch.Seen]
@@ -126,9 +113,7 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert summary["versions"]["torch"] == version("torch")
     assert (summary["precision"], summary["device"]) == ("fp64", "cpu")
     assert summary["test_count"] == 360 == sum(map(sum, summary["confusion"]))
-    right = sum(summary["confusion"][c][c] for c in range(10))
-    assert summary["test_accuracy"] == right / 360
-    assert summary["dataset"]["name"] == "digits"
+    assert summary["test_accuracy"] == sum(summary["confusion"][c][c] for c in range(10)) / 360
     assert (summary["dataset"]["train_rows"], summary["dataset"]["test_rows"]) == (1437, 360)
 
     expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
@@ -141,18 +126,7 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert seen.learning_rates == [*map(recipe.learning_rate, range(STEPS))]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
-    saved = read_json(run / "config.json")["recipe"]
-    assert (saved["batch_size"], saved["val_size"]) == (72, 287)
-
-
-def test_fault_24_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> None:
-    # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
-    config = watch.proof_config(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0)
-    config = with_flags(config, mixed_precision="no", log_every=5)
-    outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
-    assert str(told_once(outcomes, 7)).startswith("--lr 99: ")
-    assert status(tmp_path / "run") == ("failed", 7)
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert read_json(run / "config.json")["recipe"]["val_size"] == 287
 
 
 def of_a_folder(**changes: Any) -> TrainConfig:
@@ -209,38 +183,3 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
         "nothing but the cache of images (--dry-run)",
     ):
         assert part in " ".join(shown.split())
-
-
-# --- Other machines
-
-
-def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str, int]:
-    """What one process on a machine of its own prints, and its exit code."""
-    rank = os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    code = 0
-    with (
-        patch("ddp_mnist.cluster.rendezvous.host_id", lambda: f"box{rank}/boot/net"),
-        contextlib.redirect_stdout(io.StringIO()) as console,
-    ):
-        try:
-            if stop_at is None:
-                watch.just_train(told)
-            else:
-                watch.train_until(told, stop_at, signal.SIGTERM, by=1)
-        except DdpMnistError as error:
-            code = error.code
-    return console.getvalue(), code
-
-
-def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: Path) -> None:
-    loud = with_flags(watch.proof_config("done", model="mlp", epochs=1), quiet=False)
-    joined = "joined     as rank 1 of 2; rank 0 on box0 reports"
-    [(first, _), (second, _)] = run_world(2, on_two_machines, loud, folder=tmp_path)
-    assert "joined" not in first
-    assert second.splitlines() == [joined, "done       the result is on box0, in done"]
-
-    stopped = with_flags(loud, run_dir="stopped")
-    both = run_world(2, on_two_machines, stopped, 5, folder=tmp_path)
-    assert [code for _, code in both] == [143, 143]
-    assert both[1][0].splitlines() == [joined]

@@ -245,7 +245,7 @@ def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
     assert trace.exists()  # it would have
 
 
-@pytest.mark.parametrize("raw", [b"x", b"PK\3\4" + b"x" * 200, b"\x80\2.", b"\0" * 1000])
-def test_garbage_with_a_digest_is_refused(raw: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^here: "):
-        from_bytes(digested(raw), "here")
+def test_garbage_with_a_digest_is_refused() -> None:
+    for raw in (b"x", b"PK\3\4" + b"x" * 200, b"\x80\2.", b"\0" * 1000):
+        with pytest.raises(CheckpointError, match=r"^here: "):
+            from_bytes(digested(raw), "here")

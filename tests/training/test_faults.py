@@ -1,5 +1,6 @@
 """`train --inject` makes the mistake that it names, and says so in all that the run leaves."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,9 @@ def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
 def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
     other = resumed(config("schedule"), epochs=3, inject="epoch")
-    outcome, elsewhere = LocalWorld(2, just_train, other, folder=folder.parent).outcomes()
-    assert isinstance(outcome, CheckpointError) and elsewhere.code == CheckpointError.code
-    assert str(outcome).startswith("--inject epoch: ")
-    assert "was made with schedule; leave it as it was" in str(outcome)
+    [outcome] = LocalWorld(1, just_train, other, folder=folder.parent).outcomes()
+    assert isinstance(outcome, CheckpointError)
+    assert re.match("--inject epoch: .* was made with schedule; leave it as", str(outcome))
     more = resumed(config(None), epochs=3)
     [summary, _] = run_world(2, just_train, more, folder=folder.parent)
     assert (summary["inject"], summary["epochs"]) == ("schedule", 3)

@@ -5,7 +5,7 @@ import os
 import stat
 import time
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 
@@ -103,15 +103,10 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
 
 
 def test_fault_06_a_place_that_cannot_be_written_is_noticed_before_training(tmp_path: Path) -> None:
-    denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
-    broken = patch("ddp_mnist.system.files.open", Mock(side_effect=denied), create=True)
-    with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
-        create(tmp_path)
     file = tmp_path / "runs"
     file.touch()
     for make, line in (
         (lambda: create(file / "run"), f"{file}/run: cannot be written \\(Not a directory\\); "),
-        (lambda: create(file), f"{file}: cannot be written \\(File exists\\); "),
         (lambda: create(None), "runs: cannot be written"),
     ):
         with pytest.raises(StorageError, match=f"^{line}.*another --run-dir"):
@@ -199,13 +194,9 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
     wait_until((tmp_path / "ready").exists)  # it has removed what was left over
     (tmp_path / "ready").unlink()
     leftover.touch()
-    for take in (
-        lambda: RunFolder().open(tmp_path),
-        lambda: create(tmp_path),
-        lambda: create(tmp_path, begin_again=True),
-    ):
+    for begin_again in (False, True):
         with pytest.raises(UsageError, match=f"^{tmp_path}: another run is writing there"):
-            take()
+            create(tmp_path, begin_again=begin_again)
         assert is_held(tmp_path / ".lock")
     holder.kill()
     holder.join()
@@ -261,10 +252,8 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     ("error", "state", "code", "message"),
     [
         (None, "finished", 0, None),
-        (DataError("--dataset x: no"), "failed", 3, "--dataset x: no"),
         (FailedElsewhere("rank 1 lost", 6), "failed", 6, "rank 1 lost"),
         (KeyboardInterrupt(), "failed", 130, "interrupted"),
-        (ZeroDivisionError("a bug"), "failed", 1, "ZeroDivisionError('a bug')"),
         (SystemExit(3), "failed", 1, "SystemExit(3)"),
         (Preempted("SIGTERM: saved", 143), "preempted", 143, "SIGTERM: saved"),
     ],

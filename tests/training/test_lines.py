@@ -5,8 +5,7 @@ from ddp_mnist.training import lines
 
 
 def test_step_line() -> None:
-    line: dict[str, Any] = {"epoch": 1, "loss": 0.51234, "lr": 0.0099}
-    line["images_per_second"] = 12345.6
+    line: dict[str, Any] = {"loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
     shown = lines.step_line(line, 25, 3810, 44.1)
     assert shown == "step   25/3810  loss 0.5123  lr 0.00990  12,346 images/s  00:44 left"
     assert len(shown) <= 70  # beside a bar, in 80 columns

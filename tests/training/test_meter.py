@@ -61,27 +61,33 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
         made.sync([0.0])
 
 
-def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
-    """Return the steps at which a rank of this speed comes to sync points."""
-    progress = Progress(step=first)
-    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
-    for step in range(first + 1, first + steps + 1):
-        progress.step = step
+def simulated(
+    clock: Any, seconds_per_step: float, steps: int, first: int = 0, every: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the steps at which a rank of this speed syncs, and saves, each time in a second."""
+    progress, synced, saved = Progress(step=first), list[int](), list[int]()
+    made = Meter(ranks(1), progress, RECIPE, TWO)
+    for progress.step in range(first + 1, first + steps + 1):
         clock.now += seconds_per_step
-        if step >= made.next_sync_step:
+        save = made.is_save_due(every)
+        if progress.step >= made.next_sync_step or save:
             see(made, 0.5, [1])
             made.sync([])
-            found.append(step)
-    return found
+            synced.append(progress.step)
+        if save:
+            clock.now += 1
+            made.note_save()
+            saved.append(progress.step)
+    return synced, saved
 
 
 def test_sync_points_come_after_a_step_or_two_and_then_once_a_second(clock: Any) -> None:
-    assert sync_points(clock, 0.125, 30) == [1, 2, 10, 18, 26]  # the second one measures
-    assert sync_points(clock, 0.125, 30, first=1000) == [1001, 1002, 1010, 1018, 1026]
+    assert simulated(clock, 0.125, 30)[0] == [1, 2, 10, 18, 26]  # the second one measures
+    assert simulated(clock, 0.125, 30, first=1000)[0] == [1001, 1002, 1010, 1018, 1026]
     for slow in (1.0, 5.0, 1e9):
-        assert sync_points(clock, slow, 3) == [1, 2, 3]
+        assert simulated(clock, slow, 3)[0] == [1, 2, 3]
     for pace in (1e-3, 0.0137, 0.1, 0.26, 0.49):
-        found = sync_points(clock, pace, int(20 / pace))
+        found, _ = simulated(clock, pace, int(20 / pace), every=10**9)
         gaps = [(b - a) * pace for a, b in itertools.pairwise(found[1:])]
         assert 19 <= len(gaps) <= 40
         assert all(0.5 < gap < 1.01 for gap in gaps), pace
@@ -107,28 +113,12 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
         assert one.agreed_steps_per_s == other.agreed_steps_per_s  # by which saves are due
 
 
-def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = None) -> list[int]:
-    """Return the steps after which a run of this speed saves, each time in a second."""
-    progress = Progress()
-    made, found = Meter(ranks(1), progress, RECIPE, TWO), []
-    for progress.step in range(1, steps + 1):
-        clock.now += seconds_per_step
-        save = made.is_save_due(every)
-        if progress.step >= made.next_sync_step or save:
-            see(made, 0.5, [1])
-            made.sync([])
-        if save:
-            clock.now += 1
-            made.note_save()
-            found.append(progress.step)
-    return found
-
-
 def test_checkpoints_come_every_100_steps_but_not_within_5_seconds(clock: Any) -> None:
     for slow in (0.06, 0.3, 10.0):
-        assert saves(clock, slow, 1000) == list(range(100, 1001, 100))
-    assert saves(clock, 0.02, 1000) == [300, 600, 900]
+        assert simulated(clock, slow, 1000)[1] == list(range(100, 1001, 100))
+    assert simulated(clock, 0.02, 1000)[1] == [300, 600, 900]
     for fast in (0.002, 0.01):  # a GPU's
-        gaps = [(b - a) * fast for a, b in itertools.pairwise([0, *saves(clock, fast, 20_000)])]
+        _, saved = simulated(clock, fast, 20_000)
+        gaps = [(b - a) * fast for a, b in itertools.pairwise([0, *saved])]
         assert all(5 <= gap < 5.01 + 100 * fast for gap in gaps)
-    assert saves(clock, 0.002, 100, every=20) == [20, 40, 60, 80, 100]  # as it was typed
+    assert simulated(clock, 0.002, 100, every=20)[1] == [20, 40, 60, 80, 100]  # as it was typed

@@ -19,21 +19,14 @@ def test_the_codes_digest_changes_with_the_code(
 def test_the_commit_is_that_of_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def git(*arguments: str) -> str:
-        who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
     code = tmp_path / "ddp_mnist" / "summary.py"
     code.parent.mkdir()
     code.write_text("a = 1\n")
     monkeypatch.setattr("ddp_mnist.training.versions.__file__", str(code))
     assert git_commit() is None  # no checkout
-    git("init", "-q")
-    git("add", "ddp_mnist")
-    git("commit", "-qm", "ours")
-    git("tag", "v1")
-    commit = git("rev-parse", "HEAD")
+    who = "-c user.name=t -c user.email=t@t -c commit.gpgsign=false"
+    script = f"git init -q && git add . && git {who} commit -qm ours && git rev-parse HEAD"
+    commit = subprocess.check_output(script, shell=True, cwd=tmp_path, text=True).strip()
     assert git_commit() == commit
     code.write_text("a = 2\n")
     assert git_commit() == commit + "+"

@@ -75,25 +75,6 @@ def test_equal_weights_give_equal_bytes() -> None:
     assert weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
 
 
-def check_refused(content: bytes) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        weights.from_bytes(content, "runs/x")
-    assert str(refused.value).startswith("runs/x: ")
-
-
-GARBAGE = [
-    *(b"not a model", after_length(2, b"[]"), after_length(2**62, b"{}")),
-    *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
-    weights.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
-]
-
-
-def test_garbage_and_what_is_cut_short_is_refused(content: bytes) -> None:
-    ends = [0, 8, 100, *(len(content) * n // 15 for n in range(1, 15)), len(content) - 1]
-    for damaged in (*GARBAGE, *(content[:end] for end in ends)):
-        check_refused(damaged)
-
-
 def described(**changes: Any) -> str:
     """Return the metadata of an mlp, with changes."""
     about = {"architecture": "mlp", "classes": CLASSES, "code": "", "version": VERSION}
@@ -101,19 +82,26 @@ def described(**changes: Any) -> str:
     return json.dumps({**about, **changes}, sort_keys=True)
 
 
-def test_metadata_that_does_not_fit_is_refused(content: bytes) -> None:
-    for about in (
-        *("", "[]", "5", "{}"),
-        f'{{"architecture": "mlp", "version": {VERSION}}}',
+def test_what_is_damaged_cut_short_or_no_model_of_ours_is_refused(content: bytes) -> None:
+    ends = [0, 8, 100, *(len(content) * n // 15 for n in range(1, 15)), len(content) - 1]
+    abouts = [
+        *("", "[]", "{}"),
         described(architecture=["mlp"], classes=["0"]),
         described(classes=10),
         described(classes=["0", "1"]),
         described(architecture="cnn"),
         described(preparation={"notes": []}),
-        described(preparation="x"),
+    ]
+    for damaged in (
+        *(b"not a model", after_length(2, b"[]"), after_length(2**62, b"{}")),
+        *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
+        weights.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
+        *(content[:end] for end in ends),
+        *(with_metadata(content, {"ddp_mnist": about}) for about in abouts),
+        with_metadata(content, {}),
     ):
-        check_refused(with_metadata(content, {"ddp_mnist": about}))
-    check_refused(with_metadata(content, {}))
+        with pytest.raises(CheckpointError, match=r"^runs/x: "):
+            weights.from_bytes(damaged, "runs/x")
 
 
 def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
@@ -150,21 +138,27 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
         weights.read_bytes(str(stopped))
 
 
-@pytest.mark.parametrize("state", ["running", "finished"])
-def test_a_model_of_before_more_epochs_is_returned_with_a_warning(
-    state: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ('{"state": "running", "step": 50}', "state running, step 50"),
+        ('{"state": "finished", "step": 50}', ""),
+        ("", "state unknown, step None"),  # damaged
+    ],
+)
+def test_fault_52_a_model_of_before_more_epochs_is_returned_with_a_warning(
+    status: str, told: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert weights.read_bytes(str(tmp_path)) == content
-    (tmp_path / "status.json").write_text(json.dumps({"state": state, "step": 50}))
+    (tmp_path / "status.json").write_text(status)
     assert weights.read_bytes(str(tmp_path)) == content
     assert capsys.readouterr().err == ""  # a run that has not ended yet, or a copy of its model
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 45}))
     assert weights.read_bytes(str(tmp_path)) == content
-    err = capsys.readouterr().err
     expected = (
         f"ddp-mnist: warning: {tmp_path}: this is the model of step 45, from before the run was"
-        f" resumed (state {state}, step 50); let it finish, or add --resume {tmp_path} to the"
+        f" resumed ({told}); let it finish, or add --resume {tmp_path} to the"
         " command that started it\n"
     )
-    assert err == ("" if state == "finished" else expected)
+    assert capsys.readouterr().err == (expected if told else "")

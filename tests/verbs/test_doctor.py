@@ -26,21 +26,13 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.training.faults import leave_out_last_parameter
-from ddp_mnist.verbs.check_result import (
-    FAIL,
-    PASS,
-    CheckResult,
-    failed,
-    passed,
-    warned,
-    worst,
-)
+from ddp_mnist.verbs.check_result import FAIL, PASS, WARN, CheckResult
 from ddp_mnist.verbs.doctor import group_checks as group
 from ddp_mnist.verbs.doctor import machine_checks as machine
 from ddp_mnist.verbs.doctor import verb as checks
 from ddp_mnist.verbs.doctor.collectives import payload
 from ddp_mnist.verbs.flags import Doctor
-from tests.commands import Ended, Typed, left_on_screen, on_terminal
+from tests.commands import Ended, Typed
 from tests.data_sets import flat, write_noise
 
 Patch = pytest.MonkeyPatch
@@ -50,7 +42,6 @@ Found = dict[str, list[CheckResult]]
 
 HERE = Path("here")  # stands for the test's folder, which holds an empty file and a GPU's device
 M, H = "ddp_mnist.verbs.doctor.machine_checks", "ddp_mnist.cluster.hardware"
-LIMITS = "ddp_mnist.system.limits"
 USAGE = namedtuple("USAGE", "total used free")
 
 
@@ -68,25 +59,28 @@ def always(value: Any) -> Any:
 
 
 LITTLE = {"psutil.virtual_memory": always(SimpleNamespace(available=1e9))}
-ONE_CORE = {f"{LIMITS}.cores": always(1)}
+ONE_CORE = {"ddp_mnist.system.limits.cores": always(1)}
 NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
-NO_HUB = {"ddp_mnist.data.tables.why_out_of_reach": always("no route to host")}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
-ONE_SEEN = {f"{H}.DEVICES": HERE, f"{H}.gpus": always(1), f"{H}.unused_gpus": always("")}
-ONE_SEEN |= {f"{M}.run_world": always([[]]), "torch.cuda.nccl.version": always((2, 30))}
-SOME_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None, f"{H}.gpus_shown": always(8)}
-HIDDEN_GPU = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
+HIDDEN_GPU = NO_GPUS_SEEN | {"CUDA_VISIBLE_DEVICES": "-1"}
+ONE_OF_8 = {f"{H}.gpus": always(1), f"{H}.gpus_shown": always(8), f"{H}.unused_gpus": always("")}
+ONE_OF_8 |= {
+    "CUDA_VISIBLE_DEVICES": None,
+    f"{M}.run_world": always([[]]),
+    "torch.cuda.nccl.version": always((2, 30)),
+}
+NO_HUB = {"ddp_mnist.data.tables.why_out_of_reach": always("no route to host")}
+TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 PRODUCT = "torch.Tensor.__matmul__"
 BROKEN = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
-TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 
 # What is patched (names without a dot are environment variables), the check, and its result
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     ({f"{M}.version": always("2.13")}, machine.software, "FAIL .* needs torch>=.* -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES "),
-    (SOME_SEEN, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
+    (ONE_OF_8, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
     ({PRODUCT: wrong_product}, machine.processors, "FAIL cpu: .* 1 wrong numbers .* -> do not tra"),
     ({PRODUCT: BROKEN}, machine.processors, r"FAIL cpu: .* \(CUDA error: .* -> see nvidia-s"),
     (ONE_CORE, machine.capacity, "WARN cores: 1 core, for 2 processes -> start at most 1, or"),
@@ -156,17 +150,6 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
     wrong, refused = only(machine.data_set(options)), typed(*command)
     assert (wrong.status, wrong.name) == (FAIL, "data")
     assert refused.err == f"ddp-mnist: error: {wrong.text}; {wrong.fix} (code 3)\n"
-
-
-def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
-    def broken(_options: Doctor) -> Iterator[CheckResult]:
-        raise ValueError("no idea")
-        yield
-
-    monkeypatch.setattr(machine, "CHECKS", (broken, machine.data_set))
-    first, second = checked(machine.check_machine(Doctor(dataset="digits")))
-    assert line(first).startswith("FAIL broken: could not be checked (ValueError: no idea)")
-    assert second.status == PASS
 
 
 # --- Processes that have connected
@@ -283,11 +266,8 @@ def test_what_is_found_in_the_group(fault: str, expected: str, found: Found) -> 
     assert re.match(expected, line(result))
 
 
-def test_what_else_is_found_in_the_group(found: Found) -> None:
-    # A damaged transfer shows in each, but in the barrier, which carries nothing.
+def test_a_damaged_transfer_shows_in_each_collective_that_carries_something(found: Found) -> None:
     assert sorted(result.name for result in found["damaged"]) == sorted(COLLECTIVES)
-    sizes = ("1 KB", "64 KB", "1 MB", "16 MB")
-    assert list(only(found["speeds"]).figures) == [f"all-reduce of {size}, ms" for size in sizes]
 
 
 def check_with_an_error() -> tuple[list[CheckResult], float]:
@@ -307,43 +287,18 @@ def test_an_error_on_one_rank_is_told_to_all_after_what_was_found_before(tmp_pat
     for results, seconds in both:
         assert seconds < 90  # --dist-timeout
         assert [result.name for result in results][:2] == ["rendezvous", "same"]
-        assert worst(results) == FAIL
+        assert FAIL in [result.status for result in results]
     [found] = [result for result in both[0][0] if result.status == FAIL]
     assert re.match(
         r"FAIL slowest: rank 1 \(.*\): no route to host -> see what the other", line(found)
     )
 
 
-def test_processes_that_end_early_are_a_failure(monkeypatch: Patch) -> None:
-    error = ConnectionError("was killed")
-    monkeypatch.setattr(checks, "run_world", Mock(side_effect=error))
-    result = only(checks.check_processes(2, Doctor(json=True), Distribution()))
-    expected = "FAIL processes: 2 of this machine: ConnectionError: was killed -> .*dmesg"
-    assert re.match(expected, line(result))
-
-
-# --- On a terminal
-
-
-@pytest.mark.system
-def test_on_a_terminal_the_check_that_runs_is_shown_and_then_gone(tmp_path: Path) -> None:
-    command = ("-m", "ddp_mnist", "doctor", "--dataset", "digits")
-    code, written = on_terminal(*command, folder=tmp_path)
-    assert code == 0, written
-    shown = re.findall(r"(checking|starting|waiting) ([^.]*) \.\.\.", written)
-    names = ["data set", "2 processes", "right results", "training"]
-    assert [what for _, what in dict.fromkeys(shown) if what in names] == names
-    *lines, verdict, _ = left_on_screen(written)
-    begins = re.compile(r"\x1b\[1;3[123]m(PASS|WARN|FAIL)\x1b\[0m  | {21}")
-    assert [line for line in lines if not begins.match(line)] == []
-    assert re.fullmatch(r"verdict: \x1b\[1;3[23]m(PASS|WARN)\x1b\[0m", verdict)
-
-
 # --- The verdict
 
 RESULTS = [
-    passed("speed", "fast", figures={"all-reduce, ms": 2.0}),
-    warned("clocks", "apart", "set them"),
+    CheckResult(PASS, "speed", "fast", figures={"all-reduce, ms": 2.0}),
+    CheckResult(WARN, "clocks", "apart", "set them"),
 ]
 
 
@@ -363,7 +318,7 @@ def test_the_verb(doctor: Callable[..., Ended]) -> None:
     shown = ["PASS  speed          fast", "WARN  clocks         apart", f"{' ' * 21}-> set them"]
     ended = doctor(RESULTS)
     assert (ended.code, ended.out.splitlines(), ended.err) == (0, [*shown, "verdict: WARN"], "")
-    ended = doctor([*RESULTS, failed("disk", "full", "free it")], "--json")
+    ended = doctor([*RESULTS, CheckResult(FAIL, "disk", "full", "free it")], "--json")
     assert ended.code == 1
     assert ended.err.startswith("ddp-mnist: error: doctor: 1 of 3 checks failed (disk); do what")
     verdict = json.loads(ended.out)
@@ -372,9 +327,8 @@ def test_the_verb(doctor: Callable[..., Ended]) -> None:
     assert verdict["findings"][0]["figures"] == {"all-reduce, ms": 2.0}
 
 
-@pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])
 def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
-    flags: list[str], shown: str, doctor: Callable[..., Ended], monkeypatch: Patch
+    doctor: Callable[..., Ended], monkeypatch: Patch
 ) -> None:
     """One that is broken, or somebody else's alone, would fail each process's first step."""
     seen: list[str] = []
@@ -385,4 +339,6 @@ def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", look)
-    assert (doctor([], "--dataset", "digits", *flags).code, set(seen)) == (0, {shown})
+    assert (doctor([], "--dataset", "digits").code, set(seen)) == (0, {"0"})
+    seen.clear()
+    assert (doctor([], "--dataset", "digits", "--cpu").code, set(seen)) == (0, {""})

@@ -11,10 +11,6 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.verbs.verify import watch
 from tests.run_checks import with_flags
 
-COMPILED: Any = with_flags(
-    watch.proof_config(model="mlp", epochs=1), compile=True, mixed_precision="no"
-)
-
 
 def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
     """Return of each graph whether it has gradients, and for how many images it is."""
@@ -33,6 +29,7 @@ def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
 
 
 def test_training_compiles_one_graph_for_one_size(tmp_path: Path) -> None:
-    config = with_flags(COMPILED, grad_accum=3)
+    plain = watch.proof_config(model="mlp", epochs=1, grad_accum=3)
+    config = with_flags(plain, compile=True, mixed_precision="no")
     for graphs in run_world(2, graphs_of, config, folder=tmp_path):
         assert [images for trains, images in graphs if trains] == [72 // 2 // 3]

@@ -24,7 +24,6 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
-from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
@@ -43,7 +42,7 @@ from tests.chaos import (
     workers_of,
 )
 from tests.commands import Ended
-from tests.run_checks import status, told_once
+from tests.run_checks import net_that, status, told_once
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60"]
@@ -362,51 +361,6 @@ def _until_terminal_closes(arguments: list[str]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_fault_11_in_evaluation_and_during_a_save(unbroken: Path, tmp_path: Path) -> None:
-    """One after the other, in one run."""
-    config, run, steps = config_of("patient", RUN), tmp_path / "run", []
-    for phase in ("save", "validation", "test"):
-        outcomes = LocalWorld(2, _stopped_in, config, phase, folder=tmp_path).outcomes()
-        assert [error.code for error in outcomes] == [143, 143]
-        assert status(run) == ("preempted", 143)
-        steps.append(newest_step(run))
-        config = watch.resumed(config_of("patient", RUN))
-    assert steps[1:] == [15, 90]
-    [summary, _] = run_world(2, watch.just_train, config, folder=tmp_path)
-    assert summary["resumed_from"] == steps
-    assert (run / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
-
-
-def _stopped_in(config: TrainConfig, phase: str) -> Any:
-    """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
-    from ddp_mnist.training import training_run as session
-
-    evaluate, save = session.evaluate_split, checkpoint.save
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-    def evaluate_and_stop(
-        accelerator: Any, model: Any, loader: Any, *args: Any, **options: Any
-    ) -> Any:
-        which = "test" if len(loader.dataset) == 360 else "validation"
-        if which == phase and os.environ["RANK"] == "1":
-            stop()
-        return evaluate(accelerator, model, loader, *args, **options)
-
-    def save_and_stop(*args: Any, **options: Any) -> None:
-        if phase == "save":
-            stop()
-        save(*args, **options)
-
-    with (
-        patch.object(session, "evaluate_split", evaluate_and_stop),
-        patch.object(checkpoint, "save", save_and_stop),
-    ):
-        return watch.just_train(config)
-
-
 def test_fault_13_control_c_twice(tmp_path: Path) -> None:
     """Test the second; what the first one does, the signals to one of three show."""
     flags = flags_of("patient", RUN, *LONG, "--cpu", "--log-every", "900")
@@ -443,27 +397,36 @@ def _typed(arguments: list[str]) -> None:
         _command(arguments)
 
 
+def test_fault_11_a_signal_in_the_test_ends_the_run_before_its_result(tmp_path: Path) -> None:
+    """At every other place, and two of them, and bit for bit: machines/test_dying.py."""
+    in_the_test = """if os.path.exists(status := "run/status.json"):
+            with open(status) as file:
+                os.kill(os.getpid(), 15 if '"phase": "test"' in file.read() else 0)"""
+    (tmp_path / "struck.py").write_text(net_that(in_the_test))
+    config = watch.proof_config(model="struck:Net", epochs=1)
+    told_once(LocalWorld(1, watch.just_train, config, folder=tmp_path).outcomes(), 143)
+    run = tmp_path / "run"
+    assert (status(run), newest_step(run)) == (("preempted", 143), 15)
+    assert not (run / MODEL).exists()
+
+
 # --- Divergence
 
 
-def test_fault_24_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
-    config = config_of("patient", RUN, *LONG)
-    [error] = LocalWorld(1, _overflow, config, folder=tmp_path).outcomes()
-    assert error.code == 7
-    assert str(error).startswith("--lr 0.01: by step ")
+def test_fault_24_divergence_ends_all_ranks_and_the_last_good_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    # each step multiplies the weights by 1 - 99 x 10: two layers' product overflows after 6 or 7
+    typed = ("--lr", "99", "--weight-decay", "10", "--warmup", "0")
+    config = config_of("patient", RUN, *typed)
+    outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
+    assert str(told_once(outcomes, 7)).startswith("--lr 99: ")
     assert status(tmp_path / "run") == ("failed", 7)
-    assert newest_step(tmp_path / "run") == 20
-
-
-def _overflow(config: TrainConfig) -> None:
-    steps = iter(range(900))
-
-    def spoil(_: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
-        if next(steps) >= 20:
-            torch._foreach_mul_(gradients, float("inf"))
-
-    with watch.before_each_step(spoil):
-        watch.just_train(config)
+    assert not (tmp_path / "run" / MODEL).exists()
+    raw, step, _ = checkpoint.read_newest(tmp_path / "run")
+    assert step == 4
+    weights = checkpoint.from_bytes(raw, step)["state"]["model"]
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 # --- Chaos

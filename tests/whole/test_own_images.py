@@ -1,7 +1,5 @@
 """A person's own images: any size, colour and oddity is taken as it is, said, or refused."""
 
-import re
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,10 @@ import PIL.Image
 import pytest
 from PIL.ExifTags import Base
 
-from ddp_mnist import api
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import cache
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
-from ddp_mnist.errors import StorageError
-from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.predict import read_image
-from tests.commands import Typed
 from tests.data_sets import RED, encoded, folder_of, load, of, picture, stored
 
 BLUE = (10, 10, 200)
@@ -177,17 +170,15 @@ def test_sizes_that_differ_become_one(
     assert (of(images, "train").images[:, 0, :, -2] > 170).all()
 
 
-@pytest.mark.parametrize(
-    ("size", "few", "many"),
-    [((640, 480), (96, 128), (224, 299)), ((224, 300), (300, 224), (300, 224))],
-)
-def test_a_large_set_keeps_larger_images(
-    size: tuple[int, int], few: tuple[int, int], many: tuple[int, int]
-) -> None:
-    for count, expected in ((4999, few), (5000, many)):
-        assert usual_size(Counter({size[::-1]: count})) == expected
-        mixed = usual_size(Counter({size[::-1]: count - 1, (500, 500): 1}))
-        assert mixed == ((96, 96) if count < 5000 else (224, 224))
+def test_a_large_set_keeps_larger_images() -> None:
+    for size, few, many in (
+        ((640, 480), (96, 128), (224, 299)),
+        ((224, 300), (300, 224), (300, 224)),
+    ):
+        for count, expected in ((4999, few), (5000, many)):
+            assert usual_size(Counter({size[::-1]: count})) == expected
+            mixed = usual_size(Counter({size[::-1]: count - 1, (500, 500): 1}))
+            assert mixed == ((96, 96) if count < 5000 else (224, 224))
 
 
 def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
@@ -231,130 +222,3 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
         beginning = f"{2 * count} of {total} images had {note}"
         assert any(said.startswith(beginning) for said in images.image_format.notes), note
     assert len(images.image_format.notes) == 7  # and that of the sizes, and the grey ones
-
-
-# --- What is asked for
-
-
-@pytest.mark.parametrize("size", ["0", "64x", "x64", "big", "64x0", "99999"])
-def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
-    ended = typed("train", "--dataset", "digits", "--image-size", size)
-    assert ended.code == 2
-    assert f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999" in ended.err
-
-
-def test_a_size_of_the_test_beside_a_test_split_is_refused(typed: Typed) -> None:
-    ended = typed("train", "--dataset", "digits", "--test-size", "0.3", "--dry-run")
-    line = "--test-size 0.3: --dataset digits already has a test split; remove --test-size (code 2)"
-    assert ended.error_lines == [f"ddp-mnist: error: {line}"]
-
-
-def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = folder_of(tmp_path / "own", picture((1000, 500)), picture((1000, 500)))
-    reading = ImageOptions(size=(500, 1000))
-    usage = cache.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
-    line = r"cannot be written \(4 images of 500x1000 in colour take 6 MB, and there is no space"
-    with pytest.raises(StorageError, match=line):
-        load(own, reading)
-    assert list((tmp_path / "cache").glob("*.tmp")) == []
-
-
-# --- Five classes of shapes of 32x32, told by their colour alone
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Squares anywhere on noise; all colours have the same grey."""
-    place, stream = tmp_path_factory.mktemp("shapes") / "shapes", np.random.default_rng(0)
-    hues = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0)}
-    hues["violet"] = (1, 0, 1)
-    for split, count in (("train", 60), ("test", 20)):
-        for name, hue in hues.items():
-            (place / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = stream.integers(90, 110, (32, 32, 1)).repeat(3, 2).astype(float)
-                luma = np.dot(hue, (0.299, 0.587, 0.114))
-                colour = 100 + 60 * (np.array(hue) - luma)  # of grey 100
-                top, left, side = (*stream.integers(0, 20, 2), stream.integers(6, 12))
-                pixels[top : top + side, left : left + side] = colour
-                image = PIL.Image.fromarray(pixels.round().astype(np.uint8))
-                image.save(place / split / name / f"{number}.png")
-    return place
-
-
-@pytest.fixture(scope="module")
-def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs `colour` and `grey` on them; the second one's images are of 28x28."""
-    folder = tmp_path_factory.mktemp("runs")
-    flags: dict[str, Any] = {"model": "cnn", "epochs": 8, "quiet": True, "cpu": True}
-    api.train(dataset=shapes, run_dir=folder / "colour", **flags)
-    api.train(dataset=shapes, run_dir=folder / "grey", grey=True, image_size=28, **flags)
-    return folder
-
-
-def test_colours_are_told_apart_unless_grey_and_the_report_shows_mistakes(
-    runs: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(runs)
-    accuracies = [read_json(runs / n / "summary.json")["test_accuracy"] for n in ("colour", "grey")]
-    assert accuracies[0] >= 0.95 and accuracies[1] <= 0.4
-    assert typed("report", "grey").code == 0
-    page = (runs / "grey" / "report.html").read_text()
-    assert "data:image/png;base64," in page
-    names = ["blue", "green", "red", "violet", "yellow"]
-    matrix = page.partition('<th scope="col">blue</th>')[2].partition("</tr>")[0]
-    assert re.findall(r'<th scope="col">(.*?)</th>', matrix) == names[1:]
-
-
-def copied(folder: Path, place: Path, change: Callable[[PIL.Image.Image], PIL.Image.Image]) -> None:
-    for path in folder.rglob("*.png"):
-        (place / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-        with PIL.Image.open(path) as image:
-            change(image).save(place / path.relative_to(folder))
-
-
-def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
-    shapes: Path, runs: Path, here: Path, typed: Typed
-) -> None:
-    """Of any size; a class of another name is one line. Held-out images: test_held_out.py."""
-    copied(shapes, here / "large", lambda image: image.resize((48, 48)))
-    shutil.copytree("large/train/red", "large/train/zebra")  # which is not what is counted
-    assert api.evaluate(runs / "colour", dataset="large")["accuracy"] >= 0.9  # type: ignore[index]
-    Path("large/test/blue").rename("large/test/sky")
-    assert typed("evaluate", runs / "colour", "--dataset", "large").err == (
-        "ddp-mnist: error: --dataset large: class sky is not one of the run's (blue, green, red,"
-        " violet, yellow); rename it to one of them, or leave its images out (code 2)\n"
-    )
-
-
-# --- New images for a finished run
-
-
-def test_new_images_are_counted_as_predict_labels_them(
-    shapes: Path, runs: Path, here: Path
-) -> None:
-    """All of them, or those of some classes, whose labels are others then, or in no split."""
-    copied(shapes, here / "grey", lambda image: image.convert("L"))
-    shutil.copytree(shapes / "test", "whole/test")
-    for name in ("green", "yellow"):
-        shutil.copytree(shapes / "test" / name, f"two/test/{name}")
-    for folder, run, count, is_known in (
-        ("grey", "colour", 100, False),
-        ("whole", "grey", 100, False),
-        ("two", "colour", 40, True),
-        ("whole", "colour", 100, True),
-    ):
-        found = api.evaluate(runs / run, dataset=folder)
-        assert found and found["count"] == count
-        assert found["classes"] == ["blue", "green", "red", "violet", "yellow"]
-        confusion = np.zeros((5, 5), dtype=int)
-        for answer in api.predict(runs / run, Path(folder, "test")):
-            is_, taken_for = Path(answer["file"]).parent.name, answer["label"]
-            confusion[found["classes"].index(is_), found["classes"].index(taken_for)] += 1
-        assert found["confusion"] == confusion.tolist()
-        assert (found["accuracy"] > 0.9) == is_known
-    alone = api.evaluate(runs / "colour", dataset=shapes / "test")
-    assert alone and found and alone["confusion"] == found["confusion"]
