@@ -8,8 +8,9 @@ and all others with 0.
 
 A `text` fence directly behind commands shows what they print, rank 0 first. Its lines have to occur
 in the output in this order, `...` aside; a busy machine may print others between. MASKED takes out
-what differs between machines. Where no output is shown, a training has one epoch. Patches and
-proofs take the smallest net; tests/whole/test_patches.py trains theirs.
+what differs between machines. Where no output is shown, a training has one epoch, and takes the
+smallest net if it is of patches, whose own is trained by tests/whole/test_patches.py; so does a
+proof, on two processes.
 """
 
 import itertools
@@ -70,8 +71,10 @@ def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:
     argv = shlex.split(typed["file"] or typed["verb"], comments=True)
     if argv[0] == "train" and "--epochs" not in argv and not shown:
         argv += ["--epochs", "1"]
-    if argv[0] == "verify" or (argv[0] == "train" and "patches" in argv):
-        argv += ["--model", "mlp"] if "--model" not in argv else []
+    if argv[0] == "train" and "patches" in argv and "--model" not in argv:
+        argv += ["--model", "mlp"]
+    if argv[0] == "verify":
+        argv += ["--model", "mlp", "--processes", "2"]
     if argv[0] in ("doctor", "verify"):  # they start processes, which those of a world cannot
         outcomes = [run_here(argv, file=False)]
     else:
