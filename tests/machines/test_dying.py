@@ -270,19 +270,6 @@ def train_undisturbed(size: int, folder: Path, *more: str) -> None:
     assert {code for code, _ in outcomes} == {0}, outcomes
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that gives the run of `size` processes that nothing disturbs."""
-
-    @functools.cache
-    def run(size: int) -> Path:
-        folder = tmp_path_factory.mktemp("unbroken")
-        train_undisturbed(size, folder)
-        return folder / "run"
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("starts", "place", "how", "delay"),
     [
@@ -294,7 +281,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     ],
 )
 def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
-    starts: str, place: str, how: str, delay: str, tmp_path: Path, unbroken: Callable[[int], Path]
+    starts: str, place: str, how: str, delay: str, tmp_path: Path, once: Callable[..., Path]
 ) -> None:
     if starts == "pid 1" and not (sys.platform == "linux" and os.geteuid() == 0):
         pytest.skip("a PID namespace needs Linux and root")
@@ -325,4 +312,5 @@ def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
         assert place in ("loading", *PLACES[:4])
         return
     train_undisturbed(size, tmp_path, "--resume", "auto")
-    assert apart(tmp_path / "run", unbroken(size)) == 0
+    whole = once(f"undisturbed-{size}", functools.partial(train_undisturbed, size))
+    assert apart(tmp_path / "run", whole / "run") == 0

@@ -23,24 +23,20 @@ LAUNCHERS = {
 FLAGS = ["--model", "slow:Slow", "--lr", "0.01", "--checkpoint-every", "5", "--resume", "auto"]
 
 
+# accelerate's agent is torchrun's, which goes on in test_elastic.py too
 @pytest.mark.parametrize(
-    ("launcher", "lost"),
-    [
-        # whose agent is torchrun's; that one goes on in test_elastic.py too
-        ("accelerate", "1"),
-        pytest.param("torchrun", "0", marks=pytest.mark.soak),
-    ],
+    "launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.soak)]
 )
 def test_a_run_whose_process_is_killed_ends_with_the_unbroken_ones_weights(
-    launcher: str, lost: str, tmp_path: Path
+    launcher: str, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     words = [*LAUNCHERS[launcher], *proof(Path("run"), *FLAGS)]
     started = Started(words, tmp_path, {"OMP_NUM_THREADS": "1"})
     unbroken = LocalWorld(2, run_here, proof(Path("unbroken"), *FLAGS)[2:], False, folder=tmp_path)
     wait_until(lambda: newest_step(tmp_path / "run") >= 5, PATIENCE_S)
-    [worker] = [each for each in workers_of(started) if each.environ()["RANK"] == lost]
-    worker.kill()
+    workers = {each.environ()["RANK"]: each for each in workers_of(started)}
+    workers["0" if launcher == "torchrun" else "1"].kill()
     assert [code for code, _ in unbroken.outcomes()] == [0, 0]
     assert started.ended().code == 0
     assert len(read_json(tmp_path / "run" / "summary.json")["resumed_from"]) == 1

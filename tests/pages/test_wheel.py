@@ -24,15 +24,13 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "-
 OFFLINE = ("--no-deps", "--no-index")
 # Runs each of its arguments as a command line in one process, as loading torch takes seconds.
 EACH = """
-import shlex, sys
+import sys
 from ddp_mnist import cli
-
-if __name__ == "__main__":
-    for line in sys.argv[1:]:
-        try:
-            cli.main(shlex.split(line))
-        except SystemExit as ended:
-            assert not ended.code, (line, ended.code)
+for line in sys.argv[1:]:
+    try:
+        cli.main(line.split())
+    except SystemExit as ended:
+        assert not ended.code, line
 """
 
 
@@ -95,10 +93,9 @@ def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
 
     digits, summary = cache.load("digits"), read_json(here / "two" / "summary.json")
     PIL.Image.fromarray(np.asarray(of(digits, "test").images)[0, 0]).save(here / "digit.png")
-    (here / "each.py").write_text(EACH)
     verbs = ["predict two digit.png", "evaluate two", "report two", "prepare --dataset digits"]
     verbs += ["export two", "verify --processes 2 --model mlp"]
-    said = run(shlex.join(["python", "each.py", *verbs]), tasks="4")
+    said = run(shlex.join(["python", "-c", EACH, *verbs]), tasks="4")
     answer = json.loads(said.splitlines()[0])
     assert answer["label"] == digits.classes[int(of(digits, "test").labels[0])]
     assert f"accuracy {summary['test_accuracy']:.4f} " in said
