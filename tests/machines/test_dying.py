@@ -5,20 +5,31 @@
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.system.files import read_if_whole
 from tests.chaos import newest_step
-from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Ended, Started
+from tests.commands import (
+    ACCELERATE,
+    CONFIGS,
+    REPOSITORY,
+    TORCHRUN,
+    TRAIN,
+    Ended,
+    Started,
+    run_here,
+)
 from tests.run_checks import apart
 
 TIMEOUT_S = 5  # --dist-timeout
@@ -251,30 +262,26 @@ TWICE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The runs that nothing disturbs, by how they are started."""
-    runs = {}
-    for starts, size in SIZES.items():
-        folder = tmp_path_factory.mktemp("unbroken")
-        for each in start(starts, folder, set_trap(folder, "none/none/0"), size=size):
-            ended = each.ended(300)
-            assert ended.code == 0, ended
-        runs[starts] = folder / "run"
-    return runs
+def train_undisturbed(size: int, folder: Path, *more: str) -> None:
+    """Train in forked processes: how a run starts does not change its weights."""
+    trap = set_trap(folder, "none/none/0")
+    argv = ["train", *FLAGS.split(), *more]
+    outcomes = run_world(size, run_here, argv, False, folder=folder, variables=trap, timeout_s=300)
+    assert {code for code, _ in outcomes} == {0}, outcomes
 
 
 @pytest.mark.parametrize(
     ("starts", "place", "how", "delay"),
     [
-        # one of 96 for each place, of all launchers and signals in turn
+        # one of 96 for each place, together of all launchers and signals; most are of one process
         pytest.param(*case, id="-".join(case), marks=marks)
         for number, case in enumerate(TWICE)
-        for marks in [pytest.mark.system if number % 97 == 0 else pytest.mark.soak]
+        for place, which in [divmod(number, 96)]
+        for marks in [pytest.mark.system if which == (36 - 5 * place) % 96 else pytest.mark.soak]
     ],
 )
 def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
-    starts: str, place: str, how: str, delay: str, tmp_path: Path, unbroken: dict[str, Path]
+    starts: str, place: str, how: str, delay: str, tmp_path: Path, once: Callable[..., Path]
 ) -> None:
     if starts == "pid 1" and not (sys.platform == "linux" and os.geteuid() == 0):
         pytest.skip("a PID namespace needs Linux and root")
@@ -304,6 +311,6 @@ def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
     if not newest_step(tmp_path / "run"):  # nothing to resume
         assert place in ("loading", *PLACES[:4])
         return
-    again = start(starts, tmp_path, variables, "--resume", "auto", size=size)
-    assert {each.ended(300).code for each in again} == {0}
-    assert apart(tmp_path / "run", unbroken[starts]) == 0
+    train_undisturbed(size, tmp_path, "--resume", "auto")
+    whole = once(f"undisturbed-{size}", functools.partial(train_undisturbed, size))
+    assert apart(tmp_path / "run", whole / "run") == 0

@@ -58,8 +58,7 @@ def ends_of(started: list[Started]) -> list[Ended]:
 @pytest.mark.parametrize(
     "network",
     [
-        pytest.param({"ip": 6}, id="IPv6 only"),
-        pytest.param({"mute": True}, id="fault_50 name server that never answers"),
+        pytest.param({"ip": 6, "mute": True}, id="fault_50 IPv6 only, mute name server"),
         pytest.param({"slow": True}, id="fault_19 slow, lossy", marks=pytest.mark.soak),
     ],
 )

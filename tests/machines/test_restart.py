@@ -3,18 +3,18 @@
 The commands are those of docs/reference.md, section "Automatic restarts".
 """
 
-import time
 from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify.watch import what_stays
-from tests.chaos import newest_step, workers_of
+from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, SLOW, TORCHRUN, Started, proof, run_here
 
 pytestmark = pytest.mark.system
+PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
 
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"],
@@ -23,19 +23,21 @@ LAUNCHERS = {
 FLAGS = ["--model", "slow:Slow", "--lr", "0.01", "--checkpoint-every", "5", "--resume", "auto"]
 
 
-def test_a_run_whose_process_is_killed_ends_with_the_unbroken_ones_weights(tmp_path: Path) -> None:
+# accelerate's agent is torchrun's, which goes on in test_elastic.py too
+@pytest.mark.parametrize(
+    "launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.soak)]
+)
+def test_a_run_whose_process_is_killed_ends_with_the_unbroken_ones_weights(
+    launcher: str, tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    started, left = {}, {"torchrun": "0", "accelerate": "1"}  # the rank that each loses
-    for name in left:
-        words = [*LAUNCHERS[name], *proof(Path(name), *FLAGS)]
-        started[name] = Started(words, tmp_path, {"OMP_NUM_THREADS": "1"})
-    while left:
-        for name in [name for name in left if newest_step(tmp_path / name) >= 5]:
-            workers = {each.environ()["RANK"]: each for each in workers_of(started[name])}
-            workers[left.pop(name)].kill()
-        time.sleep(0.01)
-    assert [each.ended().code for each in started.values()] == [0, 0]
-    run_world(2, run_here, proof(Path("unbroken"), *FLAGS)[2:], False, folder=tmp_path)
-    for name in started:
-        assert len(read_json(tmp_path / name / "summary.json")["resumed_from"]) == 1
-        assert what_stays(tmp_path / name) == what_stays(tmp_path / "unbroken")
+    words = [*LAUNCHERS[launcher], *proof(Path("run"), *FLAGS)]
+    started = Started(words, tmp_path, {"OMP_NUM_THREADS": "1"})
+    unbroken = LocalWorld(2, run_here, proof(Path("unbroken"), *FLAGS)[2:], False, folder=tmp_path)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5, PATIENCE_S)
+    workers = {each.environ()["RANK"]: each for each in workers_of(started)}
+    workers["0" if launcher == "torchrun" else "1"].kill()
+    assert [code for code, _ in unbroken.outcomes()] == [0, 0]
+    assert started.ended().code == 0
+    assert len(read_json(tmp_path / "run" / "summary.json")["resumed_from"]) == 1
+    assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")

@@ -183,9 +183,11 @@ def two_tasks_on_each_node(slurm: Slurm, folder: Path) -> Path:
     return job.run
 
 
-def one_of_an_array_is_requeued_and_the_other_cancelled(slurm: Slurm, folder: Path) -> None:
+def one_of_an_array_is_requeued_then_hangs_and_the_other_is_cancelled(
+    slurm: Slurm, folder: Path
+) -> None:
     """The last element is the one that has the array's own id."""
-    array = slurm.submit(folder, "--array=0-1", RECIPE, *LONG)
+    array = slurm.submit(folder, "--array=0-1", RECIPE, *LONG, "--dist-timeout", "20")
     first, last = (Job(slurm, folder, f"{array.name}_{index}") for index in range(2))
     first.trains()
     last.trains()
@@ -203,20 +205,15 @@ def one_of_an_array_is_requeued_and_the_other_cancelled(slurm: Slurm, folder: Pa
     first.cancel()
     last.trains(after=stopped)
     assert f"resumed    after step {stopped}; nothing changed\n" in last.printed()
-    last.cancel()
-    for job, restarts in ((first, "0"), (last, "1")):
-        assert job.shown().items() >= {"JobState": "CANCELLED", "Restarts": restarts}.items()
-        assert newest_step(job.run) == job.reached()
+    last.task(1).send_signal(signal.SIGSTOP)
+    last.becomes(JobState="FAILED", Restarts="1")
+    assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in last.printed()
+
+    assert first.shown().items() >= {"JobState": "CANCELLED", "Restarts": "0"}.items()
+    assert newest_step(first.run) == first.reached()
+    for job in (first, last):
         steps = [line["step"] for line in metrics(job.run)]
         assert steps == sorted(set(steps))  # each once
-
-
-def a_task_that_hangs_ends_the_job(slurm: Slurm, folder: Path) -> None:
-    job = slurm.submit(folder, RECIPE, *LONG, "--dist-timeout", "20")
-    job.trains()
-    job.task(1).send_signal(signal.SIGSTOP)
-    job.becomes(JobState="FAILED", Restarts="0")
-    assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in job.printed()
 
 
 def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
@@ -232,6 +229,8 @@ def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
     job.trains(after=max(saved, reached))
     assert f"resumed    after step {saved}; nothing changed\n" in job.printed()
     job.cancel()
+    assert job.shown().items() >= {"Restarts": "1"}.items()
+    assert newest_step(job.run) == job.reached()
 
 
 def the_doctor_examines_the_nodes(slurm: Slurm, folder: Path) -> None:
@@ -242,8 +241,7 @@ def the_doctor_examines_the_nodes(slurm: Slurm, folder: Path) -> None:
 
 
 DONE = (
-    one_of_an_array_is_requeued_and_the_other_cancelled,
-    a_task_that_hangs_ends_the_job,
+    one_of_an_array_is_requeued_then_hangs_and_the_other_is_cancelled,
     a_node_dies_and_comes_back,
     the_doctor_examines_the_nodes,
 )

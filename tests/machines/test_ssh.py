@@ -56,7 +56,7 @@ class Cluster:
         there = '[ ! -d ~/.ssh ] || mount -t tmpfs none ~/.ssh; exec bash "$@"'
         names = [f"{user}{self.hosts.address(index)}" for index in on]
         command = self.hosts.command(0, "sh", "-c", there, "sh", SCRIPT, *names)
-        own = {"FOLDER": "$HOME/clone", **variables}
+        own = {"FOLDER": "$HOME/clone", "ARGS": "", **variables}  # `make test-system` has an ARGS
         return Started(command, self.disks[0], own, program=None, terminal=terminal)
 
     def trains(self, name: str, **more: Any) -> tuple[Path, Started]:
@@ -181,6 +181,7 @@ def test_ctrl_c_saves_and_ends_all_parts(cluster: Cluster, terminal: tuple[int, 
     assert f"SIGINT: stopped after step {step} and saved" in said
 
 
+@pytest.mark.soak  # that a part which fails ends the others is seen of a host that is down too
 def test_a_lost_process_ends_all_parts_with_a_code(cluster: Cluster) -> None:
     """That of make, which is 2 whatever the program's was."""
     run, started = cluster.trains("lost")

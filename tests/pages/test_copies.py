@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.local_world import preload, run_world
 from ddp_mnist.verbs.verify.watch import largest_difference
 from tests.commands import (
     REPOSITORY,
     TORCHRUN,
     Ended,
     Started,
-    all_succeed,
     fences_of,
     python,
     python_path,
@@ -24,6 +23,7 @@ from tests.commands import (
 )
 
 pytestmark = pytest.mark.system
+preload("sklearn.datasets")  # of which the templates take the digits
 
 
 def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_both_templates_train_to_the_same_weights_on_any_number_of_processes(her
     assert len(tasks) == 1
     nets, printed = [], set()
     for size, name in itertools.product((1, 2, 3), TEMPLATES):
-        printed.add(tuple(run_template(name, size, here, "--epochs", "2")))
+        printed.add(tuple(run_template(name, size, here, "--epochs", "2", "--batch-size", "60")))
         saved = torch.load(f"{name}.pt", weights_only=True)
         assert saved["epoch"] == 2
         nets.append(saved["net"])
@@ -127,24 +127,27 @@ def test_a_template_learns_another_task_by_four_functions_and_resumes(
 
 def test_the_plain_template_learns_in_half_precision_under_its_launcher(tmp_path: Path) -> None:
     """On the CPU; a finished run has nothing left to do."""
-    launchers = {"fp16": [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], "bf16": []}
-    checkpoints = [tmp_path / f"{precision}.pt" for precision in launchers]
 
-    def train(*more: str) -> list[str]:
-        started = []
-        for (precision, launcher), file in zip(launchers.items(), checkpoints, strict=True):
-            flags = ["--epochs", "1", "--precision", precision, "--checkpoint", str(file)]
-            command = [*launcher, str(REPOSITORY / "docs" / "template_ddp.py"), *flags, *more]
-            started.append(Started(command, tmp_path, {"OMP_NUM_THREADS": "1"}))
-        return all_succeed(started)
+    def arguments(precision: str, *more: str) -> list[str]:
+        flags = ["--epochs", "1", "--precision", precision, "--checkpoint", f"{precision}.pt"]
+        return [str(REPOSITORY / "docs" / "template_ddp.py"), *flags, *more]
 
-    for out in train():
+    def forked(size: int, argv: list[str]) -> str:
+        outcomes = run_world(size, run_here, argv, True, folder=tmp_path)
+        assert {code for code, _ in outcomes} == {0}, outcomes
+        return "".join(printed for _, printed in outcomes)
+
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    launched = Started([*launcher, *arguments("fp16")], tmp_path, {"OMP_NUM_THREADS": "1"})
+    for out in (forked(1, arguments("bf16")), launched.ended().succeeds()):
         [right] = re.findall(r"^epoch 1: loss [\d.]+, score (0\.\d+) over 397 rows$", out, re.M)
         assert float(right) >= 0.83
-    before = [file.read_bytes() for file in checkpoints]
-    for out, file in zip(train("--resume"), checkpoints, strict=True):
-        assert out == f"resumed from {file}, which has 1 of 1 epochs\n"
-    assert [file.read_bytes() for file in checkpoints] == before
+    for size, precision in ((2, "fp16"), (1, "bf16")):
+        file = tmp_path / f"{precision}.pt"
+        before = file.read_bytes()
+        out = forked(size, arguments(precision, "--resume"))
+        assert out == f"resumed from {file.name}, which has 1 of 1 epochs\n"
+        assert file.read_bytes() == before
 
 
 def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ and all others with 0.
 
 A `text` fence directly behind commands shows what they print, rank 0 first. Its lines have to occur
 in the output in this order, `...` aside; a busy machine may print others between. MASKED takes out
-what differs between machines. Where no output is shown, a training has two epochs.
+what differs between machines. Where no output is shown, a training has one epoch, and takes the
+smallest net if it is of patches, whose own is trained by tests/whole/test_patches.py; so does a
+proof, on two processes.
 """
 
 import itertools
@@ -21,10 +23,11 @@ import PIL.Image
 import pytest
 from sklearn.datasets import load_sample_images
 
-from ddp_mnist.cluster.local_world import free_port, run_world
+from ddp_mnist.cluster.local_world import free_port, preload, run_world
 from tests.commands import ENGLISH, REPOSITORY, Fence, fences_of, run_here, write_given
 
 pytestmark = pytest.mark.system
+preload("sklearn.datasets")  # of which most programs take the digits
 FENCES = {page: fences_of(page) for page in ENGLISH}
 COMMAND = re.compile(
     r"(?:torchrun --nproc-per-node (?P<size>\d) )?"
@@ -67,7 +70,11 @@ def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:
     assert typed, line
     argv = shlex.split(typed["file"] or typed["verb"], comments=True)
     if argv[0] == "train" and "--epochs" not in argv and not shown:
-        argv += ["--epochs", "2"]
+        argv += ["--epochs", "1"]
+    if argv[0] == "train" and "patches" in argv and "--model" not in argv:
+        argv += ["--model", "mlp"]
+    if argv[0] == "verify":
+        argv += ["--model", "mlp", "--processes", "2"]
     if argv[0] in ("doctor", "verify"):  # they start processes, which those of a world cannot
         outcomes = [run_here(argv, file=False)]
     else:
