@@ -30,7 +30,7 @@ from ddp_mnist.cluster.signals import end_at_signals, end_undisturbed
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags, add_flags
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
+from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.system.console import Console, tell, write_stdout
 from ddp_mnist.verbs import flags as verb_flags

@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
-from ddp_mnist.config.run import RunFlags
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, split, splits
+from ddp_mnist.data.batches import GlobalBatchSampler, subset, train_val_test
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets.build import build_net
@@ -46,7 +46,7 @@ def train_plain(
     """Train in the existing process group. Return the net and the seconds that it took."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rows, _, _ = splits(images, device)
+    rows, _, _ = train_val_test(images, device)
 
     # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
@@ -96,7 +96,7 @@ def test_accuracy(net: nn.Module, images: ImageData) -> float:
     """Return the accuracy: each rank counts its own test images, and the counts are added up."""
     device = next(net.parameters()).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    test = split(images, "test")
+    test = subset(images, "test")
     net.eval()
     for rows in torch.arange(dist.get_rank(), len(test), dist.get_world_size()).split(1000):
         pixels, labels, _ = test.take(rows)

@@ -81,7 +81,7 @@ class Task:
         return self.loss(outputs, targets).mean()
 
     def count(self, predictions: Tensor, targets: Tensor) -> dict[str, Any]:
-        """Return the fields of `Metrics` on a whole split, except its loss and count."""
+        """Return the fields of `EvalResult` on a whole split, except its loss and count."""
         score = self.score(predictions, targets).double().mean().item()
         more = self.metrics(predictions.clone().numpy(), targets.clone().numpy())
         if taken := more.keys() & {self.name, "loss"}:

@@ -16,9 +16,9 @@ from torch import nn
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import join_world, warm_up_ddp
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, splits
+from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, train_val_test
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.optim import make_optimizer
@@ -68,7 +68,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     accelerator.gradient_accumulation_steps = recipe.grad_accum  # not known when it was made
 
     # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
-    train_rows, val_rows, test_rows = splits(run.images, device)
+    train_rows, val_rows, test_rows = train_val_test(run.images, device)
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
@@ -83,7 +83,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     test_loader = make_eval_loader(accelerator, test_rows)
 
     # All that training changes: new, or as a checkpoint left it.
-    state = State(net, optimizer, accelerator.scaler, task, run.world.started)
+    state = State(net, optimizer, accelerator.scaler, task, run.world.start_time)
     progress = run.begin_or_resume(state)  # from now on a stop signal saves the state
     meter = Meter(accelerator, progress, recipe, task)
 

@@ -15,7 +15,7 @@ import psutil
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import STATUS, SUMMARY

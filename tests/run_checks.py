@@ -13,7 +13,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import STATUS

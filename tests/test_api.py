@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from ddp_mnist import api
 from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
 from ddp_mnist.system.files import read_json

@@ -14,7 +14,7 @@ from ddp_mnist import cli
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_fields, flag_name
 from ddp_mnist.config.recipe import PRESETS, Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
 from ddp_mnist.verbs import multinode
 from tests.commands import Ended, Typed

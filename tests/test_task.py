@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import options_of
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.run_checks import apart, own_module, stop, with_flags
@@ -121,7 +121,7 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     evaluated = json.loads(typed("evaluate", "on-1", "--json").out)
     assert evaluated["distance"] == pytest.approx(summary["test_distance"], rel=1e-6)
     assert (evaluated["count"], evaluated["classes"]) == (summary["test_count"], [])
-    trained = weights.from_bytes(weights.read_bytes("on-1"), "on-1")
+    trained = model_file.from_bytes(model_file.read_bytes("on-1"), "on-1")
     pixels = torch.tensor(np.asarray(PIL.Image.open(spots / "7.png")))[None, None]
     expected = trained.task.predict(trained.model(pixels))[0].tolist()
     answer = json.loads(typed("predict", "on-1", str(spots / "7.png")).out)

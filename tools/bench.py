@@ -28,9 +28,9 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, RunFlags
+from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import split
+from ddp_mnist.data.batches import subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.plain_ddp import train_plain
@@ -106,7 +106,7 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
         else:
             config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
             device = world.accelerator.device
-            task = make_task(recipe, short.classes, split(short, "train"), device)
+            task = make_task(recipe, short.classes, subset(short, "train"), device)
             run = TrainingRun(config, world, short, task, StopSignals())
             seconds = fit(run)["train_seconds"]
         return steps * recipe.batch_size / seconds

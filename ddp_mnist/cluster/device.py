@@ -14,7 +14,7 @@ from ddp_mnist.cluster.launch import PRECISION, Launch
 from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.system.limits import cores
+from ddp_mnist.system.affinity import cores
 
 
 @dataclass(frozen=True, kw_only=True)

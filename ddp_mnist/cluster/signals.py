@@ -35,9 +35,9 @@ class StopSignals:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
         self.save: Callable[[], str] | None = None  # on every rank, at the same step
-        self.early = "stopped"  # what is said of a signal before that
-        self.answer: Callable[[], None] = lambda: None  # to the first SIGINT
-        self.at_once: Callable[[], None] = lambda: None  # at the second, before the process ends
+        self.early_message = "stopped"  # what is said of a signal before that
+        self.on_first_sigint: Callable[[], None] = lambda: None
+        self.on_second_sigint: Callable[[], None] = lambda: None  # before the process ends
 
     def hear(self, number: int, _frame: Any = None) -> None:
         """Handle a signal, as Python calls a handler.
@@ -52,15 +52,15 @@ class StopSignals:
             self.first_sigint = self.first_sigint or now
             if now > self.first_sigint + SAME_PRESS_S:
                 try:
-                    self.at_once()
+                    self.on_second_sigint()
                 finally:
                     os._exit(EXIT_CODES[number])
         if self.save is None:
             if is_first:
                 name = signal.Signals(number).name
-                raise Stopped(f"{name}: {self.early}", EXIT_CODES[number])
+                raise Stopped(f"{name}: {self.early_message}", EXIT_CODES[number])
         elif number == signal.SIGINT and not again:
-            self.answer()
+            self.on_first_sigint()
 
     def ask(self, accelerator: "Accelerator") -> None:
         """Sum all ranks' requests, then `save_and_raise_if`.
@@ -101,7 +101,7 @@ def listen() -> Iterator[StopSignals]:
     the last line from it.
     """
     stop = StopSignals()
-    stop.early = "stopped before there was anything to save"
+    stop.early_message = "stopped before there was anything to save"
     before, failed = _handle(stop), True
     try:
         yield stop

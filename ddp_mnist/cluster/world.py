@@ -60,7 +60,7 @@ class World(Computing):
     num_machines: int
     local_rank: int  # among the processes of its launcher, or else of its machine
     threads: int  # this process's, on the CPU
-    started: float  # time.monotonic() when this process began to look for the others
+    start_time: float  # time.monotonic() when this process began to look for the others
 
     @property
     def device_name(self) -> str:
@@ -131,7 +131,7 @@ def join_world(
                 num_machines=launch.num_machines or store.place.num_machines,
                 local_rank=local_rank,
                 threads=threads,
-                started=started,
+                start_time=started,
             )
             store.close()
         end_group()

@@ -32,11 +32,11 @@ def find(flag: str, name: str) -> Any:
 
 def digest(flag: str, name: str) -> str:
     """Return the SHA-256 of the module's source; of "" for one without."""
-    return digest_of(import_once(flag, name))
+    return source_digest(import_once(flag, name))
 
 
 @functools.cache
-def digest_of(module: ModuleType) -> str:
+def source_digest(module: ModuleType) -> str:
     """Return the digest at the first call, right after the import: the file may be edited later.
 
     Of a module that was imported elsewhere before, it is that of the file at the first call.
@@ -63,5 +63,5 @@ def import_once(flag: str, name: str) -> ModuleType:
     with blame(f"{flag} {name}", UsageError, f"correct it, or name another module in {here}"):
         importlib.invalidate_caches()  # the file may be newer than Python's listing of its folder
         module = importlib.import_module(name.partition(":")[0])
-    digest_of(module)
+    source_digest(module)
     return module

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_mnist.config.faults import FAULTS, check_fault
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
+from ddp_mnist.config.mistakes import MISTAKES, check_mistake
 from ddp_mnist.errors import UsageError, did_you_mean
 
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
@@ -118,7 +118,7 @@ class Recipe(Flags):
         1, "Micro-batches per step; changes results only with BatchNorm or Dropout.", least=1
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
-    inject: str | None = flag(None, "Make this mistake on purpose.", choices=tuple(FAULTS))
+    inject: str | None = flag(None, "Make this mistake on purpose.", choices=tuple(MISTAKES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,7 +219,7 @@ def resolve_recipe(
     fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
     found.refuse_unvalidated(val_rows, fix)
     if found.inject:
-        check_fault(found.inject, world_size, found.epochs, found.total_steps)
+        check_mistake(found.inject, world_size, found.epochs, found.total_steps)
     return found
 
 

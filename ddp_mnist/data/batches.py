@@ -47,7 +47,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 SPLITS, CPU = ("train", "validation", "test"), torch.device("cpu")
 
 
-def splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
+def train_val_test(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
     """Return the rows to train on, to validate on and to test on.
 
     On a GPU the images (55 MB for MNIST) are copied there if they fit into half of its memory.
@@ -62,9 +62,9 @@ def splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Row
     return train, validation, test
 
 
-def split(data: ImageData, name: str) -> Rows:
+def subset(data: ImageData, name: str) -> Rows:
     """Return the rows of train, validation or test; none of a split that there is not."""
-    return splits(data)[SPLITS.index(name)]
+    return train_val_test(data)[SPLITS.index(name)]
 
 
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
@@ -81,17 +81,17 @@ def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
 class GlobalBatchSampler(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. Rows that do
-    not fill a last step are left out; the shuffle leaves out others in each epoch. An epoch's order
-    is sent to the device of the rows once, not batch by batch.
+    A step takes `images_per_step` images over all ranks, as `grad_accum` micro-batches. Rows that
+    do not fill a last step are left out; the shuffle leaves out others in each epoch. An epoch's
+    order is sent to the device of the rows once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
 
-    def __init__(self, rows: Rows, batch_size: int, seed: int, grad_accum: int = 1) -> None:
+    def __init__(self, rows: Rows, images_per_step: int, seed: int, grad_accum: int = 1) -> None:
         self.rows, self.seed, self.grad_accum = rows, seed, grad_accum
-        self.steps_per_epoch = len(rows) // batch_size
-        self.micro_batch_size = batch_size // grad_accum
+        self.steps_per_epoch = len(rows) // images_per_step
+        self.micro_batch_size = images_per_step // grad_accum
         self.batch_size = self.micro_batch_size  # what is yielded: Accelerate reads this name
         self.epoch = self.skip_steps = 0
 

@@ -23,7 +23,8 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
 from ddp_mnist.system.locks import take
 
-FORMAT = 4  # raise it if what is cached would be another; a cache of another one is built again
+# Raise it if what is cached would be another; a cache of another one is built again.
+CACHE_FORMAT = 4
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
@@ -117,7 +118,7 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         about = dict(json.loads((path / ABOUT).read_text("utf-8")))
         outside = about.pop("outside")
         same = outside == source.facts_outside(name for name, *_ in outside)
-        now = (FORMAT, source.fingerprint)
+        now = (CACHE_FORMAT, source.fingerprint)
         if not same or (about.pop("format"), about.pop("fingerprint")) != now:
             return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
@@ -147,7 +148,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         about, arrays = decode_all(listing, options, temporary, list_of_broken, tell)
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
-        about |= {"format": FORMAT, "fingerprint": fingerprint}
+        about |= {"format": CACHE_FORMAT, "fingerprint": fingerprint}
         about["outside"] = source.facts_outside(listing.files.values())
         files = [listing.files.get(number, "") for number in range(len(listing))]
         relative = [name.removeprefix(f"{source.place}/") for name in files]

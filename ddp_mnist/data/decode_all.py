@@ -26,12 +26,12 @@ from ddp_mnist.data.decode import (
 )
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
-from ddp_mnist.data.listing import SPLITS, Listing
+from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from ddp_mnist.errors import DataError, first_of, printable
-from ddp_mnist.system.limits import cores
+from ddp_mnist.system.affinity import cores
 
 Array = np.ndarray
-Rows = dict[str, Array]  # by split
+RowsBySplit = dict[str, Array]  # by split
 
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
 # torchvision's weights, or less for a small data set, which then trains faster and just as well.
@@ -76,7 +76,7 @@ def decode_all(
     broken = broken_files(listing, list_of_broken)
 
     targets = np.concatenate([*listing.targets.values()])
-    parts = [np.full(len(of), SPLITS.index(split)) for split, of in listing.targets.items()]
+    parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
     part = np.concatenate(parts).astype(np.int8)
     part[[*listing.broken]] = -1
     rows = rows_of(part)
@@ -96,16 +96,16 @@ def decode_all(
             "digit_photos": is_bright_on_black and is_digits,
             "characters": {*map(len, listing.classes)} == {1},
         },
-        "digest": digest_of(images, targets, rows, [*listing.classes, *options.columns]),
+        "digest": data_digest(images, targets, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *broken, *converted],
         "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
     }
     return about, {"targets": targets, "keys": keys, "part": part, "sums": sums}
 
 
-def rows_of(part: Array) -> Rows:
+def rows_of(part: Array) -> RowsBySplit:
     """Return the rows of each split that has any, for the part of each image, see `decode_all`."""
-    rows = {split: np.flatnonzero(part == number) for number, split in enumerate(SPLITS)}
+    rows = {split: np.flatnonzero(part == number) for number, split in enumerate(STORED_SPLITS)}
     return {split: found for split, found in rows.items() if found.size}
 
 
@@ -206,7 +206,7 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
 # --- What the pixels show
 
 
-def facts_of_pixels(images: Array, rows: Rows) -> tuple[Array, Array, bool]:
+def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, bool]:
     """Return the sums of `decode_all`, whether each image is of one colour, and whether all are
     bright strokes on black, see `borders_of`.
     """
@@ -224,7 +224,7 @@ def facts_of_pixels(images: Array, rows: Rows) -> tuple[Array, Array, bool]:
     return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
 
 
-def digest_of(images: Array, targets: Array, rows: Rows, names: list[str]) -> str:
+def data_digest(images: Array, targets: Array, rows: RowsBySplit, names: list[str]) -> str:
     """Return the SHA-256 by which runs recognise a data set: of pixels, targets and names."""
     digest = hashlib.sha256(json.dumps(names).encode())
     for split, these in rows.items():
@@ -237,14 +237,14 @@ def digest_of(images: Array, targets: Array, rows: Rows, names: list[str]) -> st
 
 
 def warnings_about(
-    listing: Listing, rows: Rows, keys: Array, labels: Array, is_plain: Array
+    listing: Listing, rows: RowsBySplit, keys: Array, labels: Array, is_plain: Array
 ) -> list[str]:
     """Return what may spoil a result.
 
     It is test images that are in train, images in two classes, and classes of a single colour.
     """
     found, every = list[str](), np.concatenate([*rows.values()])
-    train, test = (rows.get(split, np.arange(0)) for split in SPLITS)
+    train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
     if (seen := test[np.isin(keys[test], keys[train])]).size:
         those = f"{len(seen):,} of {len(test):,} test images are in train too"
         found.append(f"{those}{as_in(listing, seen)}: take them out of one")

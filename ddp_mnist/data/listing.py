@@ -17,7 +17,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image, why_unread
 from ddp_mnist.errors import DataError, joined, reason, shown_name
 
-SPLITS = ("train", "test")
+STORED_SPLITS = ("train", "test")
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
 
@@ -48,7 +48,7 @@ class Listing:
             names = joined(map(shown_name, self.classes), 80)
             fault = f"{self.where}: has {len(self.classes):,} classes ({names})"
             raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
-        if not self.targets.keys() >= {*SPLITS}:
+        if not self.targets.keys() >= {*STORED_SPLITS}:
             return
         test = self.targets["test"]
         if (unseen := np.flatnonzero(~np.isin(test, self.targets["train"]))).size:
@@ -100,8 +100,8 @@ def choose_splits(
     Without a test split, one named validation is the test. Raise DataError without a train split,
     unless test alone is to be evaluated.
     """
-    splits, notes = {split: found[split] for split in SPLITS if split in found}, list[str]()
-    others = [split for split in found if split not in SPLITS]
+    splits, notes = {split: found[split] for split in STORED_SPLITS if split in found}, list[str]()
+    others = [split for split in found if split not in STORED_SPLITS]
     if "test" not in splits and "validation" in others:
         splits["test"] = found["validation"]
         others.remove("validation")

@@ -31,7 +31,7 @@ MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
 
 
 @dataclass(frozen=True)
-class Metrics:
+class EvalResult:
     """The metrics of a split."""
 
     name: str  # of the score
@@ -138,12 +138,12 @@ def evaluate_split(
     loader: DataLoader[Any],
     task: Task,
     stop: StopSignals | None = None,
-) -> Metrics:
+) -> EvalResult:
     """Run the model over the whole split, a loader from `make_eval_loader`.
 
-    Return the same Metrics on every rank. Raise RuntimeError unless every row was counted exactly
-    once. With `stop`, all ranks check after each batch whether any of them got a stop signal, and
-    raise as `StopSignals.save_and_raise_if` does.
+    Return the same EvalResult on every rank. Raise RuntimeError unless every row was counted
+    exactly once. With `stop`, all ranks check after each batch whether any of them got a stop
+    signal, and raise as `StopSignals.save_and_raise_if` does.
     """
     was_training = model.training
     model.eval()
@@ -168,9 +168,9 @@ def evaluate_split(
         loss = losses.sum().item() / rows
         found = task.count(predictions, targets)
         found["scores"] = finite(found["scores"])  # JSON has no NaN
-        metrics = Metrics(task.name, loss=loss, count=rows, **found)
+        metrics = EvalResult(task.name, loss=loss, count=rows, **found)
         for name, mean in {"loss": loss, task.name: metrics.score}.items():
             if not math.isfinite(mean):
                 warn(f"the mean {name} of {rows:,} images is {mean}, null in files")
         counted = json.dumps(dataclasses.asdict(metrics)).encode()
-    return Metrics(**json.loads(broadcast_bytes(accelerator, counted)))
+    return EvalResult(**json.loads(broadcast_bytes(accelerator, counted)))

@@ -4,7 +4,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ddp_mnist.training.evaluation import Metrics, number_text, score_texts
+from ddp_mnist.training.evaluation import EvalResult, number_text, score_texts
 
 
 def step_line(
@@ -29,7 +29,7 @@ def epoch_line(
     epoch: int,
     epochs: int,
     means: dict[str, Any],
-    validation: Metrics | None,
+    validation: EvalResult | None,
     score: str,
 ) -> str:
     """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""

@@ -11,13 +11,13 @@ import torch
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.config.mistakes import wrong_on_purpose
+from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.system.console import count, named_lines
 from ddp_mnist.training import evaluation
-from ddp_mnist.training.evaluation import Metrics, number_text, score_texts
+from ddp_mnist.training.evaluation import EvalResult, number_text, score_texts
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.state import State
 from ddp_mnist.training.versions import git_commit, package_versions
@@ -28,7 +28,7 @@ def summarise(
     world: World,
     images: ImageData,
     state: State,
-    test: Metrics,
+    test: EvalResult,
 ) -> dict[str, Any]:
     """Return summary.json: the result, and everything needed to judge it.
 
@@ -64,7 +64,7 @@ def summarise(
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
-        "total_seconds": round(time.monotonic() - state.started, 3),
+        "total_seconds": round(time.monotonic() - state.start_time, 3),
         "images_per_second": round(images_trained_on / max(progress.train_seconds, 1e-9), 1),
         "hosts": [name_of(host) for host in world.store.hosts],  # by rank
         "dataset": images.describe(),

@@ -14,7 +14,7 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import own_code
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
+from ddp_mnist.config.train_config import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
@@ -29,7 +29,7 @@ from ddp_mnist.training.folder import (
     name_a_run,
     without_link,
 )
-from ddp_mnist.training.saved_config import FORMAT
+from ddp_mnist.training.saved_config import RUN_FORMAT
 
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 
@@ -54,11 +54,11 @@ def find(config: TrainConfig, store: Store) -> EarlierRun | None:
     Raise CheckpointError if --resume names no run, its files cannot be read, or the typed flags are
     another run's.
     """
-    found = store.broadcast_from_rank0("resume", lambda: _find(config))
+    found = store.broadcast_from_rank0("resume", lambda: find_on_rank0(config))
     return EarlierRun(**found) if found else None
 
 
-def _find(config: TrainConfig) -> dict[str, Any] | None:
+def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
     """Return the run's fields on rank 0; raises as `find` does."""
     resume = config.run.resume
     if resume is None:
@@ -68,15 +68,15 @@ def _find(config: TrainConfig) -> dict[str, Any] | None:
         state = read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
-        found = EarlierRun(str(path), read_saved(path))
-        now = inherit(config, found)
+        earlier = EarlierRun(str(path), read_saved(path))
+        now = inherit(config, earlier)
         for group in (now.run, now.recipe):
             for name, value in flag_values(group, "must equal").items():
-                refuse_another(name, value, found.flags[name], path)
+                refuse_another(name, value, earlier.flags[name], path)
         has_model = (path / MODEL).exists()  # else it is written again
-        if state != "finished" or not has_model or wants_more(now.recipe, found.flags):
-            return asdict(found)
-        return asdict(found) | {"finished": has_finished(path)}
+        if state != "finished" or not has_model or wants_more(now.recipe, earlier.flags):
+            return asdict(earlier)
+        return asdict(earlier) | {"finished": finished_line(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
         why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
@@ -92,7 +92,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     is of another format, or has a flag that is unknown here.
     """
     saved = read_json(path / CONFIG)
-    other = "" if saved["format"] == FORMAT else f"format {saved['format']}"
+    other = "" if saved["format"] == RUN_FORMAT else f"format {saved['format']}"
     for key, group in GROUPS.items():
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
         defaults = {field.name: field.default for field in flag_fields(group)}
@@ -104,13 +104,13 @@ def read_saved(path: Path) -> dict[str, Any]:
     return saved
 
 
-def inherit(config: TrainConfig, found: EarlierRun) -> TrainConfig:
+def inherit(config: TrainConfig, earlier: EarlierRun) -> TrainConfig:
     """Return `config` with the run's own values for all flags that were not typed."""
     typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
 
     def inherited(group: Any) -> Any:
         kept = flag_values(group, "must equal", "may change").keys() - typed
-        return dataclasses.replace(group, **{name: found.flags[name] for name in kept})
+        return dataclasses.replace(group, **{name: earlier.flags[name] for name in kept})
 
     run, recipe = inherited(config.run), inherited(config.recipe)
     return dataclasses.replace(config, resumes=True, run=run, recipe=recipe)
@@ -122,7 +122,7 @@ def wants_more(now: Recipe, before: dict[str, Any]) -> bool:
     return (now.epochs or 0) > before["epochs"] or any(getattr(now, n) != before[n] for n in stops)
 
 
-def has_finished(path: Path) -> str:
+def finished_line(path: Path) -> str:
     """Return the line on a finished run that should not train longer."""
     summary = read_json(path / SUMMARY)
     stopped_by = summary["stopped_by"]
@@ -136,7 +136,7 @@ def has_finished(path: Path) -> str:
 
 
 def load_latest(
-    folder: RunFolder, found: EarlierRun, now: dict[str, Any], config: ResolvedConfig
+    folder: RunFolder, earlier: EarlierRun, now: dict[str, Any], config: ResolvedConfig
 ) -> tuple[bytes, list[str]]:
     """Lock the run's folder, and read its newest whole checkpoint; on rank 0.
 
@@ -145,7 +145,7 @@ def load_latest(
     is whole or the newest is another run's, UsageError if another process is writing the folder or
     fewer epochs are requested than are done.
     """
-    path, before = Path(found.path), found.saved
+    path, before = Path(earlier.path), earlier.saved
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
     where = f"step {step} of {path}"
@@ -196,8 +196,8 @@ def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
         raise CheckpointError(f"{typed_flag(name, now)}: {path} was made with {before}; {fix}")
 
 
-def check_same_images(dataset: str, digest: str, found: EarlierRun) -> None:
+def check_same_images(dataset: str, digest: str, earlier: EarlierRun) -> None:
     """Raise CheckpointError if these are not the run's images, wherever they lie now."""
-    if digest != found.saved["digest"]:
-        fix = f"name those, or begin another run, perhaps on its --weights {found.path}/{MODEL}"
-        raise CheckpointError(f"--dataset {dataset}: not the images of {found.path}; {fix}")
+    if digest != earlier.saved["digest"]:
+        fix = f"name those, or begin another run, perhaps on its --weights {earlier.path}/{MODEL}"
+        raise CheckpointError(f"--dataset {dataset}: not the images of {earlier.path}; {fix}")

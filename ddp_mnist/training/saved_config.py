@@ -4,13 +4,13 @@ from typing import Any
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
-from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.training.versions import code_digest, own_digests, package_versions
 
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
 # wrongly: one of another format is refused. A new flag needs no new format, see resume.py.
-FORMAT = 12
+RUN_FORMAT = 12
 
 
 def saved_config(
@@ -23,7 +23,7 @@ def saved_config(
         "compile": bool(world.compile_options),
     }
     return {
-        "format": FORMAT,
+        "format": RUN_FORMAT,
         "run_id": run_id,
         "digest": images.digest,
         "test_share": images.test_share,
@@ -43,7 +43,7 @@ def saved_config(
     }
 
 
-def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
+def must_be_equal(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
     """Return the values that must be equal on every rank, by the names that users know."""
     flags = {
         flag_name(field): getattr(group, field.name)

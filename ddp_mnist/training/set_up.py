@@ -17,27 +17,27 @@ from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import split
+from ddp_mnist.data.batches import subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.ours import is_known
+from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console
-from ddp_mnist.system.limits import bound_together
 from ddp_mnist.task import Classification, Task, make_task, options_of
 from ddp_mnist.training import plan, resume, tracking
 from ddp_mnist.training.evaluation import check_scores
-from ddp_mnist.training.faults import inject
 from ddp_mnist.training.folder import CONFIG, TRAINED_ON, RunFolder, trained_on
+from ddp_mnist.training.mistakes import inject
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.resume import EarlierRun
-from ddp_mnist.training.saved_config import facts, saved_config
+from ddp_mnist.training.saved_config import must_be_equal, saved_config
 from ddp_mnist.training.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -58,22 +58,22 @@ def set_up_run(
         Console(verbose and launch.rank == 0, must_arrive=False) as console,
         plan.narrated_elsewhere(world, verbose),
     ):
-        found = resume.find(config, world.store)
-        if found and found.finished:
-            console.print(found.finished)
+        earlier = resume.find(config, world.store)
+        if earlier and earlier.finished:
+            console.print(earlier.finished)
             yield None
             return
-        config, images = load_and_resolve(config, world, console, found)
-        train, device = split(images, "train"), world.accelerator.device
+        config, images = load_and_resolve(config, world, console, earlier)
+        train, device = subset(images, "train"), world.accelerator.device
         task = make_task(config.recipe, images.classes, train, device)
         images = try_before_training(config, images, task, world, console)
-        check_same(world.store, facts(config, world, images))
+        check_same(world.store, must_be_equal(config, world, images))
         if config.run.dry_run:
             console.print(plan.of_run(config, world, images, task, None))
             yield None
             return
         run = TrainingRun(inject(config, world), world, images, task, stop, folder, console)
-        open_folder(run, found)
+        open_folder(run, earlier)
         console.print(plan.of_run(config, world, images, task, folder.path))
         with (
             tracking.tracked(config, folder, world),
@@ -89,24 +89,24 @@ def set_up_run(
 
 
 def load_and_resolve(
-    config: TrainConfig, world: World, console: Console, found: EarlierRun | None
+    config: TrainConfig, world: World, console: Console, earlier: EarlierRun | None
 ) -> tuple[ResolvedConfig, ImageData]:
     """Return the flags and the data set, once the flags are resolved for it and this world size.
 
     A flag that was typed counts, else the earlier run's, else what fits these images.
     """
-    config = resume.inherit(config, found) if found else config
+    config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
     config, named = check_names(config, world.store)
     name, images = load_images(config, world.store, console)
     if named:
         made = initial_weights.normalised_for(named, config.recipe.model or "", images.image_format)
         images = replace(images, image_format=made)
-    if found:
-        resume.check_same_images(name, images.digest, found)
+    if earlier:
+        resume.check_same_images(name, images.digest, earlier)
     images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     resolved = resolve(config, name, images, world.store.world_size)
-    seen = found.saved["left_out"] if found else seen_by(resolved.recipe.weights)
+    seen = earlier.saved["left_out"] if earlier else seen_by(resolved.recipe.weights)
     images = images.without(seen, f"--weights {resolved.recipe.weights} was trained on some")
     file = None if named or len(seen) else resolved.initial_weights
     if file and initial_weights.read_weights(file)[1]:  # has the names of classes: a run made it
@@ -147,7 +147,7 @@ def try_before_training(
         console.print(f"weights    {taken}")
     if recipe.loss or recipe.task:
         typed = f"--task {recipe.task}" if recipe.task else f"--loss {recipe.loss}"
-        train = split(images, "train")
+        train = subset(images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(task, typed, targets.to(world.accelerator.device))
     if not is_known(recipe.model):
@@ -229,20 +229,21 @@ def check_net(config: ResolvedConfig, images: ImageData, task: Task, at_once: in
 # --- The folder
 
 
-def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
+def open_folder(run: TrainingRun, earlier: EarlierRun | None) -> None:
     """Create the run folder on rank 0's machine, or reopen it if the run is resumed.
 
     Raises as RunFolder.create and resume.load_latest do.
     """
     config, world, folder, images = run.config, run.world, run.folder, run.images
-    run.stop.answer, run.stop.at_once = run.answer, run.give_up  # of Ctrl-C, from here on
-    run.run_id = found.saved["run_id"] if found else uuid.uuid4().hex
-    run.checkpoint = b"" if found else None
+    run.stop.on_first_sigint = run.acknowledge_sigint
+    run.stop.on_second_sigint = run.report_second_sigint
+    run.run_id = earlier.saved["run_id"] if earlier else uuid.uuid4().hex
+    run.checkpoint = b"" if earlier else None
 
     def open_it() -> str:
-        if found:
-            now = saved_config(config, world, images, run.run_id, found.path)
-            run.checkpoint, lines = resume.load_latest(folder, found, now, config)
+        if earlier:
+            now = saved_config(config, world, images, run.run_id, earlier.path)
+            run.checkpoint, lines = resume.load_latest(folder, earlier, now, config)
             folder.begin()
             for line in lines:
                 run.console.print(line)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.task import Task
-from ddp_mnist.training.evaluation import Metrics
+from ddp_mnist.training.evaluation import EvalResult
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -132,11 +132,11 @@ class State:
     optimizer: Any  # with its moments and step counts
     scaler: Any  # fp16's loss scaler, or None
     task: Task
-    started: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
+    start_time: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
     progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
 
-    def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
+    def end_epoch(self, recipe: Recipe, validation: EvalResult | None) -> dict[str, float | None]:
         """Count an epoch, keep the best weights, decide whether to stop. Return its means."""
         progress = self.progress
         means, progress.in_epoch = progress.in_epoch.means(), Sums()
@@ -193,7 +193,7 @@ class State:
             progress = self.progress = Progress.from_dict(content["progress"])
         if recipe.patience and self.best_weights is None:  # none yet: the search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
-        self.started -= progress.total_seconds
+        self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
             progress.decide_to_stop(recipe)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.tracking import filter_trackers, get_available_trackers
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.training.folder import RunFolder
 

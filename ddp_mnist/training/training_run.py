@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
-from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.task import Task
-from ddp_mnist.training import checkpoint, lines, result, weights
-from ddp_mnist.training.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
+from ddp_mnist.training import checkpoint, lines, model_file, result
+from ddp_mnist.training.evaluation import EvalResult, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.training.profiling import NO_PROFILE
 from ddp_mnist.training.state import Progress, State, diverged
@@ -83,14 +83,14 @@ class TrainingRun:
         show = self.console.progress if write else self.console.draw
         show(*self.progress_line())
 
-    def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
+    def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> EvalResult:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
         self.phase(phase)
         eval_net = with_test_time_augmentation(net, self.config.recipe.model, self.task)
         return evaluate_split(self.world.accelerator, eval_net, loader, self.task, self.stop)
 
     def log_epoch(
-        self, means: dict[str, Any], progress: Progress, validation: Metrics | None
+        self, means: dict[str, Any], progress: Progress, validation: EvalResult | None
     ) -> None:
         """Write the validation's results, and show the epoch that has ended."""
         recipe, epoch = self.config.recipe, progress.epoch - 1
@@ -137,7 +137,7 @@ class TrainingRun:
         self.folder.step = step
         if self.folder.path:
             self.folder.check_ours()
-            state.progress.total_seconds = time.monotonic() - state.started
+            state.progress.total_seconds = time.monotonic() - state.start_time
             content = {
                 "run_id": self.run_id,
                 "metrics_lines": self.folder.metrics_lines,
@@ -146,12 +146,12 @@ class TrainingRun:
             checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock
 
-    def answer(self) -> None:
+    def acknowledge_sigint(self) -> None:
         """Say what a first Ctrl-C does, once on each machine on which it is pressed."""
         if self.where and self.world.local_rank == 0 and not self.config.run.quiet:
             tell_at_once("ddp-mnist: stopping after this step")
 
-    def give_up(self) -> None:
+    def report_second_sigint(self) -> None:
         """After a second Ctrl-C, report the last checkpoint; nothing more is saved."""
         if self.folder.path is None:
             return
@@ -164,13 +164,13 @@ class TrainingRun:
 
     # --- After the last step
 
-    def finish(self, net: Normalised, test: Metrics) -> dict[str, Any]:
+    def finish(self, net: Normalised, test: EvalResult) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         state, progress = self.state, self.state.progress
         line = {"epoch": progress.epoch - 1, **test.as_log_line("test")}
         self.folder.log(progress.step, line)
         model, image_format = self.config.recipe.model, self.images.image_format
-        content = weights.to_bytes(net.net.state_dict(), model, self.task, image_format)
+        content = model_file.to_bytes(net.net.state_dict(), model, self.task, image_format)
         self.folder.write_bytes(MODEL, content)
         outcome = result.summarise(self.config, self.world, self.images, state, test)
         outcome["model_sha256"] = hashlib.sha256(content).hexdigest()

@@ -16,12 +16,12 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import own_code
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.flag_fields import flag_values
+from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, split
+from ddp_mnist.data.batches import Rows, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import (
     CheckpointError,
@@ -35,7 +35,7 @@ from ddp_mnist.errors import (
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.task import Classification, options_of
-from ddp_mnist.training import evaluation, folder, weights
+from ddp_mnist.training import evaluation, folder, model_file
 from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
@@ -58,16 +58,16 @@ def evaluate_run(
     run = flags.run
     with join_world(distribution, launch, full_precision=True) as world:
         store, accelerator = world.store, world.accelerator
-        content = weights.read_bytes(run) if store.rank == 0 else b""
+        content = model_file.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
-        trained = weights.from_bytes(broadcast_bytes(accelerator, content), run)
+        trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         images = _parted(images, flags.split, config["val_size"], config["left_out"])
-        rows = split(images, flags.split)
+        rows = subset(images, flags.split)
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, task = trained.model.to(accelerator.device), trained.task
@@ -116,7 +116,7 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _load(
-    flags: Evaluate, config: dict[str, Any], trained: weights.Trained, store: Store
+    flags: Evaluate, config: dict[str, Any], trained: model_file.TrainedModel, store: Store
 ) -> ImageData:
     """Return the run's data set, or that of --dataset with images of the run's shape and labels.
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ddp_mnist import __version__
-from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame, printable
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
-from ddp_mnist.training import folder, weights
-from ddp_mnist.training.weights import Trained
+from ddp_mnist.training import folder, model_file
+from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
@@ -44,7 +44,7 @@ def run(flags: Export) -> None:
     """
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)
-    trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
+    trained = model_file.from_bytes(model_file.read_bytes(flags.run), flags.run)
     trained.model.float()
     console = Console(True)
     contents, failed = dict[str, bytes](), list[str]()
@@ -73,7 +73,7 @@ def run(flags: Export) -> None:
 
 
 def write_folder(
-    out: Path, contents: dict[str, bytes], trained: Trained, flags: Export, console: Console
+    out: Path, contents: dict[str, bytes], trained: TrainedModel, flags: Export, console: Console
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
     card = model_card(trained, flags)
@@ -101,7 +101,7 @@ def refuse_other_files(out: Path) -> None:
         raise UsageError(f"--out {out}: is or holds other files ({there}); name a new folder")
 
 
-def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float]:
+def largest_difference(trained: TrainedModel, outputs: Outputs) -> tuple[float, float]:
     """Compare the outputs for images of noise, all at once and one alone, with the model's.
 
     Return the largest difference, and its limit.
@@ -117,13 +117,13 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
 # --- The formats: each is written from a trained net, and read back as users will read it
 
 
-def write_safetensors(trained: Trained) -> bytes:
+def write_safetensors(trained: TrainedModel) -> bytes:
     """Return the weights under the names of the net's parameters."""
     state, image_format = trained.net.net.state_dict(), trained.image_format
-    return weights.to_bytes(state, trained.architecture, trained.task, image_format)
+    return model_file.to_bytes(state, trained.architecture, trained.task, image_format)
 
 
-def write_onnx(trained: Trained) -> bytes:
+def write_onnx(trained: TrainedModel) -> bytes:
     """Return the model for ONNX Runtime and other readers, with its `metadata`."""
     import onnx
 
@@ -142,7 +142,7 @@ def write_onnx(trained: Trained) -> bytes:
     return proto.SerializeToString()
 
 
-def metadata(trained: Trained) -> dict[str, str]:
+def metadata(trained: TrainedModel) -> dict[str, str]:
     """Return the facts that a program needs to get from an image file to a class name."""
     made = trained.image_format
     channels, height, width = made.shape
@@ -191,8 +191,8 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
-    "safetensors": (write_safetensors, lambda content: weights.from_bytes(content, "it").model),
+CONVERTERS: dict[str, tuple[Callable[[TrainedModel], bytes], Callable[[bytes], Outputs]]] = {
+    "safetensors": (write_safetensors, lambda content: model_file.from_bytes(content, "it").model),
     "onnx": (write_onnx, read_onnx),
 }
 
@@ -200,7 +200,7 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 # --- The card
 
 
-def model_card(trained: Trained, flags: Export) -> str:
+def model_card(trained: TrainedModel, flags: Export) -> str:
     """Return README.md as the Hugging Face Hub reads it.
 
     Raise CheckpointError if summary.json is missing or damaged.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.flag_fields import Flags, argument, flag
+from ddp_mnist.config.mistakes import MISTAKES
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
@@ -135,6 +135,6 @@ class Verify(Flags):
     task: str | None = flag(None, "Your own task, as for train [classes].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
-        None, "Inject a fault, which a check has to catch; exit code 1.", choices=tuple(FAULTS)
+        None, "Inject a fault, which a check has to catch; exit code 1.", choices=tuple(MISTAKES)
     )
     save: str = flag("verify.json", "Write the results to this file.", metavar="FILE")

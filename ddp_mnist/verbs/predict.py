@@ -25,8 +25,8 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, printable, shown_name
 from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.system.files import check_place, storage_errors
-from ddp_mnist.training import weights
-from ddp_mnist.training.weights import Trained
+from ddp_mnist.training import model_file
+from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
@@ -86,10 +86,10 @@ def table(
         yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
-def load(flags: Predict) -> Trained:
+def load(flags: Predict) -> TrainedModel:
     """Return the run's model. Raise UsageError if it does not fit the flags, or CheckpointError."""
     check_place(flags.show, "--show", ".png")
-    trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
+    trained = model_file.from_bytes(model_file.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.image_format.bright_on_black:
         other = f"{flags.run} was trained on other images than bright strokes on black"
         raise UsageError(f"--digit-photos: {other}; leave it out")
@@ -97,7 +97,7 @@ def load(flags: Predict) -> Trained:
 
 
 @torch.inference_mode()
-def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
+def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
     With numbers instead of classes it is {file, prediction}, see `Task.answer`.

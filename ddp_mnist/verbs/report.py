@@ -24,7 +24,7 @@ import torch
 
 from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import eval_batch_size, split
+from ddp_mnist.data.batches import eval_batch_size, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
@@ -32,7 +32,7 @@ from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
-from ddp_mnist.training import folder, weights
+from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.evaluation import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs import plots
@@ -121,7 +121,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     try:
         options = options_of({"task": None} | run.config["recipe"] | flags)
         options = dataclasses.replace(options, test_size=run.config.get("test_share"))
-        trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
+        trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         read = cache.cached if source.kind == "hub" else cache.load
@@ -140,7 +140,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         return change
     run.no_mistakes = "There are none."
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
-    test = split(images, "test")
+    test = subset(images, "test")
     batches = torch.arange(len(test)).split(eval_batch_size(test.images))
     outputs = torch.cat([trained.model(test.take(rows)[0]) for rows in batches])
     targets, names = test.targets[test.rows], trained.task.names

@@ -12,7 +12,7 @@ from ddp_mnist.cluster.device import set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.system import limits
+from ddp_mnist.system import affinity
 from tests.commands import Typed, python
 
 Captured = pytest.CaptureFixture[str]
@@ -51,7 +51,7 @@ def threads_of_a_run() -> tuple[bool, int]:
 def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> None:
     """As those of verify and doctor do: their server has used no OpenMP."""
     [found] = run_world(1, threads_of_a_run, folder=tmp_path)
-    assert found == (False, limits.cores())
+    assert found == (False, affinity.cores())
 
 
 # --- GPUs that torch cannot use

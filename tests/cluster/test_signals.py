@@ -93,11 +93,14 @@ def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurr
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) -> None:
     with listen() as stop, patch("os._exit") as ended:
-        stop.save, stop.at_once = str if saves else None, Mock(side_effect=StorageError("full"))
+        stop.save, stop.on_second_sigint = (
+            str if saves else None,
+            Mock(side_effect=StorageError("full")),
+        )
         with contextlib.nullcontext() if saves else pytest.raises(Stopped):
             os.kill(os.getpid(), INT)
         os.kill(os.getpid(), INT)  # the same press, passed on by a notebook
-        stop.at_once.assert_not_called()
+        stop.on_second_sigint.assert_not_called()
         stop.first_sigint -= 1
         with pytest.raises(StorageError):
             os.kill(os.getpid(), INT)

@@ -9,7 +9,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import LARGEST, Flags, flag_fields, flag_name, kind_of
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import NETS, Recipe
-from ddp_mnist.config.run import RunFlags
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.errors import UsageError
 
 GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)

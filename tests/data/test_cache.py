@@ -136,7 +136,7 @@ def test_another_format_is_decoded_once_more_and_takes_the_place_of_the_old_one(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, old = load(folder, cache), cached_folder(cache).stat()
-    monkeypatch.setattr(caching, "FORMAT", caching.FORMAT + 1)
+    monkeypatch.setattr(caching, "CACHE_FORMAT", caching.CACHE_FORMAT + 1)
     assert same(load(folder, cache), images)
     assert (new := cached_folder(cache).stat()) != old
     assert same(load(folder, cache), images)

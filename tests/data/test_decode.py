@@ -14,7 +14,7 @@ from ddp_mnist.data import image_format as image_format
 from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.decode_all import decode_all
 from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
-from ddp_mnist.data.listing import SPLITS, Listing
+from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from tests.data_sets import encoded, of
 
 RED = (255, 0, 0)
@@ -75,8 +75,10 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
 def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> ImageFormat:
     """Return the format of images, uint8 [N, C, H, W] of each split."""
     pixels = [each[:, 0] if each.shape[1] == 1 else each.transpose(0, 2, 3, 1) for each in splits]
-    labels = {s: np.zeros(len(each), np.int64) for s, each in zip(SPLITS, splits, strict=False)}
-    listing = Listing("it", dict(zip(SPLITS, pixels, strict=False)), labels, classes, [])
+    labels = {
+        s: np.zeros(len(each), np.int64) for s, each in zip(STORED_SPLITS, splits, strict=False)
+    }
+    listing = Listing("it", dict(zip(STORED_SPLITS, pixels, strict=False)), labels, classes, [])
     with tempfile.TemporaryDirectory() as place:
         at = Path(place)
         about, arrays = decode_all(listing, AS_THEY_ARE, at, at / "broken.txt", lambda _: None)

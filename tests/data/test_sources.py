@@ -258,7 +258,7 @@ def linked(folder: Path, name: str) -> None:
 
 WITHOUT_CLASS_2 = rewritten("train", label=[0, 1, 3] * 4)
 IN_OTHER_ORDER = partial(save_to_disk, test_names="zyxw")
-FAULTS: dict[str, tuple[Writer, Writer]] = {
+MISTAKES: dict[str, tuple[Writer, Writer]] = {
     "ArrowInvalid: Parquet magic bytes not found": (write_parquet, cut(TRAIN_FILE, 900)),
     "no label column among image (": (write_parquet, rewritten("train", "test", label=None)),
     "column label: row 0 has label None; give": (write_parquet, rewritten("test", label=None)),
@@ -276,9 +276,9 @@ FAULTS: dict[str, tuple[Writer, Writer]] = {
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("words", FAULTS)
+@pytest.mark.parametrize("words", MISTAKES)
 def test_fault_26_a_fault_in_a_folder_is_named(words: str, tmp_path: Path) -> None:
-    write, spoil = FAULTS[words]
+    write, spoil = MISTAKES[words]
     folder = tmp_path / "it"
     write(folder)
     spoil(folder)

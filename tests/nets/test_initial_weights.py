@@ -26,7 +26,7 @@ from ddp_mnist.nets.build import build_net, factory_of
 from ddp_mnist.nets.initial_weights import load_weights
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from tests.commands import Typed
 from tests.data_sets import COLOUR, GREY, flat, write_noise
 
@@ -182,7 +182,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert f"images of 40x50 became 224x224; {note}" in said
     (torchvisions / FILE).unlink()
 
-    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    trained = model_file.from_bytes(model_file.read_bytes("run"), "run")
     assert trained.image_format.shape == (3, 224, 224)
     assert trained.image_format.mean == (0.485, 0.456, 0.406)
     assert trained.image_format.std == (0.229, 0.224, 0.225)
@@ -198,7 +198,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     Path("broken/status.json").write_text('{"state": "preempted"}')
     printed = typed(*command, "--resume", "broken").succeeds()
     assert "after step 1" in printed
-    assert weights.read_bytes("broken") == weights.read_bytes("run")  # bit for bit
+    assert model_file.read_bytes("broken") == model_file.read_bytes("run")  # bit for bit
     assert read_json(Path("broken/summary.json"))["weights"] == summary["weights"]
 
 
@@ -262,7 +262,7 @@ def test_a_file_that_holds_no_weights_of_this_net_is_refused(
 @pytest.mark.usefixtures("here")
 def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes() -> None:
     trained = state()
-    Path("w.safetensors").write_bytes(weights.to_bytes(trained, "cnn", ABC, COLOUR))
+    Path("w.safetensors").write_bytes(model_file.to_bytes(trained, "cnn", ABC, COLOUR))
     net = build_net("cnn", ABC, COLOUR).net
     assert load_weights(net, "cnn", "w.safetensors", ABC) == "from w.safetensors"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])

@@ -12,7 +12,7 @@ from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.task import Classification
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
@@ -134,7 +134,7 @@ def test_a_net_that_views_its_maps_and_has_a_layer_under_two_names_trains_and_is
     own_file.write_text(OWN + MORE)
     given = ["train", "--dataset", "digits", "--epochs", "1", "--quiet", "--run-dir", "run"]
     assert typed(*given, "--model", "own_net:Viewed").code == 0
-    state = weights.from_bytes(weights.read_bytes("run"), "run").net.net.state_dict()
+    state = model_file.from_bytes(model_file.read_bytes("run"), "run").net.net.state_dict()
     assert torch.equal(state["alias.weight"], state["last.weight"])
     assert typed("export", "run").code == 0
 
@@ -152,10 +152,10 @@ def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
     watch.just_train(watch.proof_config(model="own_net:Net", epochs=1))
     monkeypatch.delitem(sys.modules, "own_net")  # as in another process
     with pytest.raises(CheckpointError, match=r"^run: the file of --model own_net:Net was chan"):
-        weights.from_bytes(weights.read_bytes("run"), "run")
+        model_file.from_bytes(model_file.read_bytes("run"), "run")
     own_file.write_text(OWN)
     monkeypatch.delitem(sys.modules, "own_net")
-    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    trained = model_file.from_bytes(model_file.read_bytes("run"), "run")
     assert trained.architecture == "own_net:Net"
 
 

@@ -164,7 +164,7 @@ def one_is_late(rank: int) -> None:
     one_leaves(rank, 1.2)
 
 
-FAULTS: tuple[Callable[[int], None], ...] = (
+MISTAKES: tuple[Callable[[int], None], ...] = (
     *(unused_parameters, other_number_of_layers, other_shape),
     *(one_leaves, one_is_late),
 )
@@ -173,7 +173,7 @@ FAULTS: tuple[Callable[[int], None], ...] = (
 def together(ports: list[int]) -> None:
     """Provoke what takes two; rank 1 ends in the middle, so what is said goes to files."""
     rank, said = int(os.environ["RANK"]), {}
-    for fault, port in zip(FAULTS, ports, strict=True):
+    for fault, port in zip(MISTAKES, ports, strict=True):
         start(port, rank, 2, timeout_s=1 if fault == one_is_late else 60)
         try:
             fault(rank)
@@ -213,7 +213,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Provoke everything once, in three processes and a worker."""
     folder = tmp_path_factory.mktemp("said")
     (folder / "nets.py").write_text(NETS)
-    ports = [free_port() for _ in FAULTS]
+    ports = [free_port() for _ in MISTAKES]
     pair = LocalWorld(2, together, ports, folder=folder)
     [found] = run_world(1, alone, folder=folder)
     found["worker"] = message(broken_worker)

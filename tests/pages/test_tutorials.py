@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import launch
 
 from ddp_mnist import cli
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import UsageError
 from tests.commands import REPOSITORY, Typed
 

@@ -17,13 +17,13 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.task import Classification
 from ddp_mnist.training import evaluation
-from ddp_mnist.training.evaluation import Metrics
+from ddp_mnist.training.evaluation import EvalResult
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
@@ -52,7 +52,7 @@ def make_rows(count: int) -> Rows:
     return Rows(images, torch.arange(count) * 7 % CLASSES)
 
 
-def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
+def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> EvalResult:
     loader = evaluation.make_eval_loader(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
     metrics = evaluation.evaluate_split(accelerator, model, loader, TASK)
@@ -60,7 +60,7 @@ def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metr
     return metrics
 
 
-def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[Metrics], bytes]:
+def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[EvalResult], bytes]:
     """Evaluate each (number of rows, images per process and batch), and send no pickle.
 
     Who could write the store before the group forms could pose as rank 0 and send one. Return the
@@ -75,7 +75,7 @@ def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[Metrics], bytes]:
         return metrics, broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b"")
 
 
-def check_by_hand(metrics: Metrics, count: int) -> None:
+def check_by_hand(metrics: EvalResult, count: int) -> None:
     """Compare what a world made of `make_rows(count)` with sums in one place."""
     rows, model = make_rows(count), TableLookup()
     logits = model(rows.images)

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.training import plan
 

@@ -13,7 +13,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint, resume

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.run import ResolvedConfig, RunFlags
-from ddp_mnist.training.saved_config import facts
+from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.training.saved_config import must_be_equal
 from tests.run_checks import recipe_of
 
 
@@ -13,7 +13,7 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     world: Any = SimpleNamespace(backend="gloo", precision="bf16", compiled_by=None)
     own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
     first, second = (
-        facts(ResolvedConfig(run, distribution, recipe=recipe_of()), world, images)
+        must_be_equal(ResolvedConfig(run, distribution, recipe=recipe_of()), world, images)
         for run, distribution in (
             (RunFlags(dataset="digits"), Distribution(mixed_precision="auto", backend="auto")),
             (RunFlags(dataset="/data", run_dir="x", cache_dir="y", quiet=True), own),

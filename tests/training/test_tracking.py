@@ -9,7 +9,7 @@ from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.checkpoint import newest_first
 from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed

@@ -25,7 +25,7 @@ from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.training.faults import leave_out_last_parameter
+from ddp_mnist.training.mistakes import leave_out_last_parameter
 from ddp_mnist.verbs.check_result import FAIL, PASS, WARN, CheckResult
 from ddp_mnist.verbs.doctor import group_checks as group
 from ddp_mnist.verbs.doctor import machine_checks as machine
@@ -59,7 +59,7 @@ def always(value: Any) -> Any:
 
 
 LITTLE = {"psutil.virtual_memory": always(SimpleNamespace(available=1e9))}
-ONE_CORE = {"ddp_mnist.system.limits.cores": always(1)}
+ONE_CORE = {"ddp_mnist.system.affinity.cores": always(1)}
 NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
@@ -112,7 +112,7 @@ def checked(results: Iterable[CheckResult | str]) -> list[CheckResult]:
 
 def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine, "DEFAULT_PORT", free_port())
-    monkeypatch.setattr("ddp_mnist.system.limits.cores", lambda: 2)  # this machine may have one
+    monkeypatch.setattr("ddp_mnist.system.affinity.cores", lambda: 2)  # this machine may have one
     cache.load("digits", str(tmp_path))
     options = Doctor(2, dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path))
     results = checked(machine.check_machine(options))

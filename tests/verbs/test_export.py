@@ -27,7 +27,7 @@ from ddp_mnist.nets.ours import MODELS
 from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
@@ -56,7 +56,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     net = MODELS["cnn"](10, COLOUR.shape)
     for parameter in net.parameters():
         parameter.data *= 3  # an opinion of its own
-    content = weights.to_bytes(net.state_dict(), "cnn", Classification(KINDS), COLOUR)
+    content = model_file.to_bytes(net.state_dict(), "cnn", Classification(KINDS), COLOUR)
     (own / "model.safetensors").write_bytes(content)
     summary = read_json(own / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
     (own / "summary.json").write_text(json.dumps(summary))
@@ -68,11 +68,11 @@ def write(run: Path, *formats: str, out: Path | None = None) -> None:
     export.run(Export(str(run), formats, str(out) if out else None))
 
 
-def untrained(name: str, image_format: ImageFormat) -> weights.Trained:
+def untrained(name: str, image_format: ImageFormat) -> model_file.TrainedModel:
     net = Normalised(MODELS[name](10, image_format.shape), image_format).eval()
     task = Classification(KINDS)
     model = with_test_time_augmentation(net, name, task)
-    return weights.Trained(net, model, name, task, image_format)
+    return model_file.TrainedModel(net, model, name, task, image_format)
 
 
 def test_both_files_give_the_models_logits_and_replace_an_earlier_export(
@@ -82,7 +82,7 @@ def test_both_files_give_the_models_logits_and_replace_an_earlier_export(
     said = [line for line in ended.succeeds().splitlines() if not line.startswith("writing ")]
     assert [line.split(":")[0] for line in said[:2]] == list(EXPORTS.values())
     assert said[2:] == [f"written to {tmp_path}", f"to the Hub: hf upload YOUR_NAME/run {tmp_path}"]
-    trained = weights.from_bytes(weights.read_bytes(str(run)), "")
+    trained = model_file.from_bytes(model_file.read_bytes(str(run)), "")
     images = torch.randint(0, 256, (100, *GREY.shape), dtype=torch.uint8)
     with torch.inference_mode():
         expected = trained.model(images).float()

@@ -28,7 +28,7 @@ from ddp_mnist.nets.ours import CNN
 from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.flags import Predict
 from ddp_mnist.verbs.predict import find_images, read_image
@@ -57,7 +57,7 @@ def run(model: Normalised, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_of(folder: Path, model: Normalised, classes: list[str], made: ImageFormat) -> str:
     folder.mkdir()
-    content = weights.to_bytes(model.net.state_dict(), "cnn", Classification(classes), made)
+    content = model_file.to_bytes(model.net.state_dict(), "cnn", Classification(classes), made)
     (folder / "model.safetensors").write_bytes(content)
     return str(folder)
 
@@ -330,7 +330,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
     """They are inverted, of any size and place, in uneven light, with noise."""
     images = cache.load(str(mnist))
     assert read_json(mnist_run / "summary.json")["test_accuracy"] >= 0.988  # bf16 costs a little
-    trained = weights.from_bytes(weights.read_bytes(str(mnist_run)), "")
+    trained = model_file.from_bytes(model_file.read_bytes(str(mnist_run)), "")
     pixels, labels = of(images, "test").images[:ROWS], of(images, "test").labels[:ROWS].tolist()
     with torch.inference_mode():
         of_images = trained.model(pixels).argmax(1).tolist()

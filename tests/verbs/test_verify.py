@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.faults import FAULTS
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.mistakes import MISTAKES
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import CheckFailed, PeerError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
@@ -110,19 +110,19 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
 def is_caught(fault: str, checks: list[CheckResult]) -> bool:
     """Return whether its own check finds it, in the words of the lab's page but for differences."""
     summary = proofs.failure_summary(checks, fault) or ""
-    [text] = [check.text for check in checks if check.name == FAULTS[fault].caught_by]
+    [text] = [check.text for check in checks if check.name == MISTAKES[fault].caught_by]
     text = text.replace("after 15 steps", "after 45 steps")  # a test may train for one epoch only
     assert re.sub(r"\d\.\de[+-].*| \(Timed.*", "", text) in " ".join(LAB.split())
-    return summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
+    return summary.startswith(f"verify --inject {fault}: caught by '{MISTAKES[fault].caught_by}'")
 
 
 def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
     row = r"^\| `(\w+)` .* \| `([\w ]+)`(?:; code 6 in `status.json`)? \|$"
     rows = dict(re.findall(row, LAB, re.MULTILINE))
-    assert rows == {name: fault.caught_by for name, fault in FAULTS.items()}
+    assert rows == {name: fault.caught_by for name, fault in MISTAKES.items()}
     for verb in ("train", "verify"):
         typed = re.findall(rf"ddp[-_]mnist {verb} [^`]*?--inject (\w+)", LAB)
-        assert set(typed) >= FAULTS.keys(), verb
+        assert set(typed) >= MISTAKES.keys(), verb
 
 
 def test_padded_rows_in_the_metrics_are_caught(one: Runs) -> None:

@@ -27,7 +27,7 @@ from ddp_mnist.cluster.device import Computing, decide
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.state import Progress

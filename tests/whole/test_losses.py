@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification, balanced, make_task
-from ddp_mnist.training.weights import from_bytes, read_bytes
+from ddp_mnist.training.model_file import from_bytes, read_bytes
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import few_digits, of

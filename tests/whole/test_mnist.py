@@ -8,7 +8,7 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.verbs.verify.watch import just_train
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed

@@ -8,7 +8,7 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.verbs.verify import watch
 from tests.data_sets import flat, write_noise
 from tests.run_checks import apart, stop, with_flags

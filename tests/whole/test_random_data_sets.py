@@ -24,7 +24,7 @@ from PIL.ExifTags import Base
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
 from tests.data_sets import encoded, of
@@ -140,7 +140,7 @@ def test_predict_agrees_with_evaluate_on_each_image(
     assert counted["confusion"] == read_json(run / "summary.json")["confusion"]
 
     # The images of each split are the files that were written for it, as predict prepares them.
-    trained = weights.from_bytes(weights.read_bytes(str(run)), str(run))
+    trained = model_file.from_bytes(model_file.read_bytes(str(run)), str(run))
     reading = ImageOptions.of(read_json(run / "config.json")["run"])
     images, seen = cache.load(str(own.path), options=reading), dict[Path, bytes]()
     for path, *_ in own.files:

@@ -21,15 +21,15 @@ from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.run import ResolvedConfig, RunFlags
+from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import split
+from ddp_mnist.data.batches import subset
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.system.console import count
 from ddp_mnist.task import make_task
+from ddp_mnist.training.model_file import weights_digest
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import code_digest, package_versions
-from ddp_mnist.training.weights import digest_of
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.doctor.collectives import SIZES, all_reduce_ms, collectives
 from ddp_mnist.verbs.doctor.machine_checks import check_machine, product
@@ -256,12 +256,12 @@ def training(group: Group) -> list[CheckResult]:
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
     images = images.hold_out(recipe.val_size)
     device = group.world.accelerator.device
-    task = make_task(recipe, images.classes, split(images, "train"), device)
+    task = make_task(recipe, images.classes, subset(images, "train"), device)
     with listen() as stop:
         run = TrainingRun(config, group.world, images, task, stop)
         summary = train.fit(run)
     group.world.accelerator.free_memory()
-    digests = group.gather(digest_of(run.state.net))
+    digests = group.gather(weights_digest(run.state.net))
     accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
     problem = f"which is below {LEAST_ACCURACY}" if accuracy < LEAST_ACCURACY else ""
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

@@ -17,7 +17,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.system import limits
+from ddp_mnist.system import affinity
 from ddp_mnist.system.console import count
 from ddp_mnist.system.files import try_to_write
 from ddp_mnist.training.versions import PACKAGES, package_versions
@@ -109,7 +109,7 @@ def product(device: torch.device) -> CheckResult:
 
 def capacity(options: Doctor) -> Iterator[CheckResult]:
     """Check cores (after affinity and a container's quota), memory, and shared memory for NCCL."""
-    mine, processes = limits.cores(), options.processes or 1
+    mine, processes = affinity.cores(), options.processes or 1
     text = f"{count(mine, 'core')}, for {count(processes, 'process')}"
     fix = f"start at most {mine}, or give this machine or container more cores"
     yield check("cores", mine < processes and not hardware.gpus(), text, fix, WARN)

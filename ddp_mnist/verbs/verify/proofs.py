@@ -20,11 +20,11 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.faults import FAULTS
+from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, split
+from ddp_mnist.data.batches import Rows, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
@@ -32,9 +32,9 @@ from ddp_mnist.nets.build import factory_of
 from ddp_mnist.system.console import Console, coloured, count
 from ddp_mnist.system.files import check_place, storage_errors, to_json, write_atomically
 from ddp_mnist.task import Classification, options_of
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 from ddp_mnist.training.evaluation import evaluate_split, make_eval_loader
-from ddp_mnist.training.faults import count_padding
+from ddp_mnist.training.mistakes import count_padding
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
@@ -100,8 +100,8 @@ def config_of(flags: Verify) -> TrainConfig:
     typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
     changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
     if flags.inject:
-        changed = {**FAULTS[flags.inject].recipe, **changed}
-        epochs = max(epochs, FAULTS[flags.inject].epochs)
+        changed = {**MISTAKES[flags.inject].recipe, **changed}
+        epochs = max(epochs, MISTAKES[flags.inject].epochs)
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
     Classification([], config.recipe.loss)
@@ -170,7 +170,7 @@ def who_took_what(run: Watched) -> Iterator[str]:
     Augmented images are shown by a digest of their pixels.
     """
     data = images_of(run.config.run.dataset, run.config.recipe.task)
-    train = split(data, "train").take([*range(len(data.rows["train"]))])[0]
+    train = subset(data, "train").take([*range(len(data.rows["train"]))])[0]
     places = {watch.digest_of_image(image): place for place, image in enumerate(train)}
     for rank, seen in enumerate(run.ranks):
         images = seen.images[0]
@@ -244,13 +244,13 @@ def count_shards(
 ) -> tuple[list[Any], list[Any]]:
     """Return scores and confusion matrices of SHARDS: by all ranks together, and row by row."""
     flags, images = Distribution(cpu=True), images_of(dataset, own_task)
-    trained = weights.from_bytes(weights.read_bytes(run), run)
+    trained = model_file.from_bytes(model_file.read_bytes(run), run)
     net, task = trained.model, trained.task
     together, by_hand = [], []
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
             count_padding(world.accelerator, world.store)
-        test = split(images, "test")
+        test = subset(images, "test")
         tried = test.take([*range(min(len(test), max(SHARDS)[0]))])[0]
         predictions = [task.predict(net(image[None])) for image in tried]
         for count_of_rows, per_process in SHARDS:
@@ -295,7 +295,7 @@ def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str:
     """Return the failure in one line, or "" without one. An injected fault is always a failure."""
     if not fault:
         return check_result.failure_summary("verify", checks)
-    name = FAULTS[fault].caught_by
+    name = MISTAKES[fault].caught_by
     # Any breakdown of the runs has this name; with `exit`, it must be a rank that was waited for.
     begins = "PeerError: lost contact" if name == "runs" else ""
     found = {c.status for c in checks if c.name == name and c.text.startswith(begins)}

@@ -29,12 +29,12 @@ from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.task import MEASURED
 from ddp_mnist.training.folder import METRICS, MODEL, RunFolder
+from ddp_mnist.training.model_file import weights_digest
 from ddp_mnist.training.set_up import set_up_run
-from ddp_mnist.training.weights import digest_of
 
 preload("ddp_mnist.train", "ddp_mnist.metrics")
 
@@ -88,7 +88,7 @@ def train_and_watch(config: TrainConfig) -> Seen:
     ):
         assert run, "a finished run has nothing to watch"
         seen.summary = train.fit(run)
-        seen.weights = digest_of(run.state.net)
+        seen.weights = weights_digest(run.state.net)
     return seen
 
 

@@ -12,7 +12,7 @@ from ddp_mnist.errors import CheckpointError
 from ddp_mnist.nets.ours import MODELS, VERSION
 from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.task import Classification
-from ddp_mnist.training import weights
+from ddp_mnist.training import model_file
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
@@ -26,7 +26,7 @@ def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    return weights.to_bytes(state("mlp"), "mlp", Classification(CLASSES), PREPARED)
+    return model_file.to_bytes(state("mlp"), "mlp", Classification(CLASSES), PREPARED)
 
 
 def after_length(length: int, header: bytes) -> bytes:
@@ -50,8 +50,8 @@ def test_round_trip(name: str, dtype: torch.dtype, image_format: ImageFormat) ->
     net = MODELS[name](3, image_format.shape).to(dtype).to(memory_format=torch.channels_last)
     model = Normalised(net, image_format).eval()
     classes = ["zero", "数", "x y"]
-    content = weights.to_bytes(net.state_dict(), name, Classification(classes), image_format)
-    trained = weights.from_bytes(content, "run")
+    content = model_file.to_bytes(net.state_dict(), name, Classification(classes), image_format)
+    trained = model_file.from_bytes(content, "run")
     assert (trained.architecture, trained.task.names) == (name, classes)
     assert trained.image_format == image_format
     assert not trained.net.training
@@ -64,15 +64,15 @@ def test_round_trip(name: str, dtype: torch.dtype, image_format: ImageFormat) ->
 def test_equal_weights_give_equal_bytes() -> None:
     """The memory format changes no byte; a weight does. test_resume.py compares processes."""
     contents = {
-        weights.to_bytes(state(), "cnn", Classification(CLASSES), PREPARED) for _ in range(20)
+        model_file.to_bytes(state(), "cnn", Classification(CLASSES), PREPARED) for _ in range(20)
     }
     spread = {
         name: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
         for name, tensor in state().items()
     }
-    assert contents == {weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED)}
+    assert contents == {model_file.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED)}
     spread["head.bias"][3] += 1e-6
-    assert weights.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
+    assert model_file.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
 
 
 def described(**changes: Any) -> str:
@@ -95,13 +95,13 @@ def test_what_is_damaged_cut_short_or_no_model_of_ours_is_refused(content: bytes
     for damaged in (
         *(b"not a model", after_length(2, b"[]"), after_length(2**62, b"{}")),
         *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
-        weights.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
+        model_file.to_bytes({}, "mlp", Classification(CLASSES), PREPARED),
         *(content[:end] for end in ends),
         *(with_metadata(content, {"ddp_mnist": about}) for about in abouts),
         with_metadata(content, {}),
     ):
         with pytest.raises(CheckpointError, match=r"^runs/x: "):
-            weights.from_bytes(damaged, "runs/x")
+            model_file.from_bytes(damaged, "runs/x")
 
 
 def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
@@ -113,7 +113,7 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
         (described(version=VERSION + 1), other.format(VERSION + 1, VERSION)),
     ):
         with pytest.raises(CheckpointError, match=message):
-            weights.from_bytes(with_metadata(content, {"ddp_mnist": about}), "runs/x")
+            model_file.from_bytes(with_metadata(content, {"ddp_mnist": about}), "runs/x")
 
 
 def test_what_a_run_without_a_model_is(here: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
         (here / "none", "name one, e.g. runs/latest"),
     ):
         with pytest.raises(CheckpointError, match=f"^{folder}: {missing}; {fix}$"):
-            weights.read_bytes(str(folder))
+            model_file.read_bytes(str(folder))
         if folder.name == "latest":
             folder.mkdir(parents=True)
             (folder / "status.json").touch()
@@ -135,7 +135,7 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
         rf"^{stopped}: the run has no final model yet \(state preempted, step 33\); let it finish"
     )
     with pytest.raises(CheckpointError, match=rf"{line}, or add --resume {stopped} to the command"):
-        weights.read_bytes(str(stopped))
+        model_file.read_bytes(str(stopped))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_fault_52_a_model_of_before_more_epochs_is_returned_with_a_warning(
     status: str, told: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert weights.read_bytes(str(tmp_path)) == content
+    assert model_file.read_bytes(str(tmp_path)) == content
     (tmp_path / "status.json").write_text(status)
-    assert weights.read_bytes(str(tmp_path)) == content
+    assert model_file.read_bytes(str(tmp_path)) == content
     assert capsys.readouterr().err == ""  # a run that has not ended yet, or a copy of its model
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 45}))
-    assert weights.read_bytes(str(tmp_path)) == content
+    assert model_file.read_bytes(str(tmp_path)) == content
     expected = (
         f"ddp-mnist: warning: {tmp_path}: this is the model of step 45, from before the run was"
         f" resumed ({told}); let it finish, or add --resume {tmp_path} to the"

@@ -8,7 +8,6 @@ from dataclasses import Field, dataclass, field
 from typing import Any, Self
 
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.flag_fields import (
     Flags,
     changeable,
@@ -18,6 +17,7 @@ from ddp_mnist.config.flag_fields import (
     typed_flag,
 )
 from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import PRESETS, Recipe, ResolvedRecipe
 from ddp_mnist.errors import UsageError
 
@@ -102,7 +102,7 @@ class TrainConfig:
     def of(cls, typed: Mapping[str, Any]) -> Self:
         """Return the flags as typed; the preset fills in others."""
         chosen = Recipe.of(typed)
-        changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
+        changed = MISTAKES[chosen.inject].recipe if chosen.inject else {}
         unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
         given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
         groups = RunFlags.of(given), Recipe.of(given), Distribution.of(given)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config.faults import FAULTS
+from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
@@ -38,7 +38,7 @@ def test_a_run_with_a_fault_says_so_in_all_that_it_leaves(
     run: tuple[Path, str], typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, said = run
-    line = f"WRONG ON PURPOSE, --inject schedule: {FAULTS['schedule'].what}"
+    line = f"WRONG ON PURPOSE, --inject schedule: {MISTAKES['schedule'].what}"
     lines = said.splitlines()
     assert line in lines[:2]  # the cache may say first that it read the digits
     assert (lines[-1], said.count(line)) == (line, 2)
@@ -68,11 +68,11 @@ def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) ->
     assert (summary["inject"], summary["epochs"]) == ("schedule", 3)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_run_too_small_for_a_fault_is_refused(name: str) -> None:
     """Nothing would be wrong in it. The digits have 15 steps an epoch."""
     fault, refused = (
-        FAULTS[name],
+        MISTAKES[name],
         rf"^--inject {name}: in so small a run it changes nothing; least: ",
     )
     for processes, epochs in ((1, 1), (1, 2), (2, 1)):

@@ -23,7 +23,7 @@ from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
     net: Normalised  # with the weights
@@ -48,7 +48,7 @@ def to_bytes(
     return save(apart(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
 
-def digest_of(net: nn.Module) -> str:
+def weights_digest(net: nn.Module) -> str:
     """Return the SHA-256 of all weights and buffers."""
     return hashlib.sha256(save(apart(net.state_dict()))).hexdigest()
 
@@ -85,7 +85,7 @@ def read_bytes(run: str) -> bytes:
     return content
 
 
-def from_bytes(content: bytes, where: str) -> Trained:
+def from_bytes(content: bytes, where: str) -> TrainedModel:
     """Rebuild the net. Raise CheckpointError if the bytes are damaged or of another program."""
     with blame(f"{where}: {MODEL}", CheckpointError):
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -108,4 +108,4 @@ def from_bytes(content: bytes, where: str) -> Trained:
         net.to(dtypes[0])
         net.net.load_state_dict(state)
     model = with_test_time_augmentation(net, name, task).eval()
-    return Trained(net, model, name, task, image_format)
+    return TrainedModel(net, model, name, task, image_format)

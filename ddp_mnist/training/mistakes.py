@@ -1,7 +1,7 @@
 """Common mistakes with DDP, made on purpose: `train --inject`, to see what each one costs.
 
 Each changes an object that train.py is given, its Accelerator or the recipe's learning rate, so
-train.py does not know about faults. config/faults.py lists them all, with the check of verify that
+train.py knows nothing of them. config/mistakes.py lists them all, with the check of verify that
 finds each. `batchnorm` only changes the recipe's flags.
 """
 
@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.faults import EXIT_STEP
+from ddp_mnist.config.mistakes import EXIT_STEP
 from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader
 
 
