@@ -25,6 +25,7 @@ from tests.hosts import require_flock
 
 Maker = Callable[[Path], None]
 
+unfreeze = gc.unfreeze
 gc.disable()  # until all tests are collected: modules are no garbage
 
 preload("ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.verbs.evaluate")
@@ -71,9 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 
 def pytest_collection_finish() -> None:
-    """Leave alone what was imported; see below the imports."""
+    """Look for garbage from now on, but never in what was imported."""
     gc.freeze()
     gc.enable()
+    gc.unfreeze = lambda: None  # with which a run in this process would end
 
 
 def remember_seconds(terminalreporter: Any, config: pytest.Config) -> None:
@@ -106,7 +108,7 @@ def pytest_sessionfinish() -> None:
 
     It goes once no process holds its pipe. Python has no public way to ask for that.
     """
-    gc.unfreeze()
+    unfreeze()
     for process in multiprocessing.active_children():  # of a test that failed
         process.kill()
         process.join()

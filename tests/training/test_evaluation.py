@@ -92,20 +92,24 @@ def check_by_hand(metrics: EvalResult, count: int) -> None:
     assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
 
 
-CELLS = [*((rows, 1 + 3 * rows % 8) for rows in range(1, 65)), (7, 10**9), (1, 10**9)]
+FEW_CELLS = [*((rows, 1 + 3 * rows % 8) for rows in range(1, 21)), (7, 10**9), (1, 10**9)]
+ALL_CELLS = [*itertools.product(range(1, 65), range(1, 9))]
+ALL = [pytest.param(size, ALL_CELLS, marks=pytest.mark.soak) for size in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("processes", [3, 4])
-def test_fault_31_every_row_counts_once(processes: int, tmp_path: Path) -> None:
-    """Rows 1..64, with batch sizes of 1..8 in turn, or one that is larger than the split.
+@pytest.mark.parametrize(("processes", "cells"), [(3, FEW_CELLS), (4, FEW_CELLS), *ALL])
+def test_fault_31_every_row_counts_once(
+    processes: int, cells: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Rows 1..20, with batch sizes of 1..8 in turn, or one that is larger than the split.
 
     Four processes take 32 rows at most in a batch.
     """
-    ranks = run_world(processes, evaluate_all, CELLS, folder=tmp_path)
+    ranks = run_world(processes, evaluate_all, cells, folder=tmp_path, timeout_s=1800)
     assert all(rank == ranks[0] for rank in ranks)
     found, sent = ranks[0]
     assert sent == b"from rank 0"
-    for (rows, _), metrics in zip(CELLS, found, strict=True):
+    for (rows, _), metrics in zip(cells, found, strict=True):
         check_by_hand(metrics, rows)
 
 

@@ -158,11 +158,8 @@ def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(ru
     assert ended.code == 0, ended.err
     assert "stdout: cannot be written (Bad file descriptor); the run continues" in ended.err
     accuracy = read_json(run / "summary.json")["test_accuracy"]
-    ended = closed(">&-", "evaluate", "run")
-    assert (ended.code, ended.error_lines[0][:28]) == (5, "ddp-mnist: error: stdout: ca")
     ended = closed("2>&-", "evaluate", "run", "--json")
     assert (ended.code, json.loads(ended.out)["accuracy"]) == (0, accuracy)
-    assert closed("2>&-", "evaluate", "nowhere") == Ended(4, "", "")
     assert closed("<&-", "predict", "run", "-").code == 3
 
 
