@@ -33,7 +33,6 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.system.console import Console, tell, write_stdout
-from ddp_mnist.verbs import flags as verb_flags
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -297,7 +296,9 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    own: type[Flags] = getattr(verb_flags, name.capitalize())
+    from ddp_mnist.verbs import flags  # whoever only trains may delete that folder
+
+    own: type[Flags] = getattr(flags, name.capitalize())
     if name not in SHARED:
         return (own.of(parse(name, argv, own, own)),)
     typed = parse(name, argv, own, own, Distribution)
