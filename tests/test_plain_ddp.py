@@ -33,7 +33,7 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
 
 
-OF_ONES_OWN = {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}
+OF_ONES_OWN = {"augment": True, "model": "mlp", "loss": "own:loss", "class_weights": "balanced"}
 
 
 @pytest.mark.parametrize("recipe", [{"epochs": 1}, OF_ONES_OWN])

@@ -19,6 +19,14 @@ def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
     assert sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
 
 
+def test_sums_are_the_same_to_the_bit_however_a_run_was_divided() -> None:
+    losses = [*torch.rand(99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+    scores = [torch.tensor(1)] * 99
+    for cut in (1, 33, 70):
+        parts = [sum_up(losses[of], scores[of], 7) for of in (slice(cut), slice(cut, None))]
+        assert torch.equal(sum_up(losses, scores, 7), sum(parts))
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what stands in for the time: the tests move its `now`."""
@@ -66,7 +74,7 @@ def simulated(
 ) -> tuple[list[int], list[int]]:
     """Return the steps at which a rank of this speed syncs, and saves, each time in a second."""
     progress, synced, saved = Progress(step=first), list[int](), list[int]()
-    made = Meter(ranks(1), progress, RECIPE, TWO)
+    made = Meter(ranks(2), progress, RECIPE, TWO)
     for progress.step in range(first + 1, first + steps + 1):
         clock.now += seconds_per_step
         save = made.is_save_due(every)

@@ -44,6 +44,11 @@ def run(once: Callable[[str, Callable[[Path], None]], Path], here: Path) -> Path
     return here / "run"
 
 
+def test_the_steps_since_the_last_log_line_are_counted_when_an_epoch_ends(run: Path) -> None:
+    [line] = metrics(run)  # of 15 steps, none of which 25 divides
+    assert line["step"] == 15
+
+
 # --- Files of a run
 
 
