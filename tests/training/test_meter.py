@@ -22,7 +22,7 @@ def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
 def test_sums_are_the_same_to_the_bit_however_a_run_was_divided() -> None:
     losses = [*torch.rand(99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
     scores = [torch.tensor(1)] * 99
-    for cut in (1, 33, 70):
+    for cut in range(1, 99):
         parts = [sum_up(losses[of], scores[of], 7) for of in (slice(cut), slice(cut, None))]
         assert torch.equal(sum_up(losses, scores, 7), sum(parts))
 
