@@ -119,6 +119,7 @@ def test_no_circle_between_files() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_only_the_cluster_opens_sockets() -> None:
+def test_only_the_cluster_opens_sockets_and_nobody_mocks() -> None:
     for name, tree in files().items():
         assert "socket" not in names_in(tree) or name.startswith("ddp_mnist.cluster."), name
+        assert "unittest.mock" not in "\n".join(names_in(tree)), name

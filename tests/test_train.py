@@ -1,8 +1,12 @@
+import contextlib
+import io
 import json
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,6 +14,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import PRESETS, resolve_recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
@@ -183,3 +188,38 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
         "nothing but the cache of images (--dry-run)",
     ):
         assert part in " ".join(shown.split())
+
+
+# --- Other machines
+
+
+def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str, int]:
+    """What one process on a machine of its own prints, and its exit code."""
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    code = 0
+    with (
+        patch("ddp_mnist.cluster.rendezvous.host_id", lambda: f"box{rank}/boot/net"),
+        contextlib.redirect_stdout(io.StringIO()) as console,
+    ):
+        try:
+            if stop_at is None:
+                watch.just_train(told)
+            else:
+                watch.train_until(told, stop_at, signal.SIGTERM, by=1)
+        except DdpMnistError as error:
+            code = error.code
+    return console.getvalue(), code
+
+
+def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: Path) -> None:
+    loud = with_flags(watch.proof_config("done", model="mlp", epochs=1), quiet=False)
+    joined = "joined     as rank 1 of 2; rank 0 on box0 reports"
+    [(first, _), (second, _)] = run_world(2, on_two_machines, loud, folder=tmp_path)
+    assert "joined" not in first
+    assert second.splitlines() == [joined, "done       the result is on box0, in done"]
+
+    stopped = with_flags(loud, run_dir="stopped")
+    both = run_world(2, on_two_machines, stopped, 5, folder=tmp_path)
+    assert [code for _, code in both] == [143, 143]
+    assert both[1][0].splitlines() == [joined]

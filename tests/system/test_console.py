@@ -3,34 +3,42 @@
 import io
 import json
 import os
+import pty
 import re
+import select
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.system.console import Console, as_json
-from tests.commands import SLOW, Ended, left_on_screen, on_forked_terminal
+from tests.chaos import SECONDS
+from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
 from tests.data_sets import write_noise
 from tests.run_checks import metrics, status
 
 # --- What a console prints
 
 
-def test_progress_comes_now_and_then(
+def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    console = Console(True)
+    console, silent = Console(True), Console(False)
     for second in (0.0, 0.5, 1.0, 1.5, 1.9, 2.0, 10.0, 10.5):
         now = 100.0 + second
         console.progress(second / 20, f"{second}")
+        silent.progress(second / 20, "silent")
     now = 110.6
     console.print("one\ntwo")
+    silent.print("silent")
     now = 111.5
     console.progress(0.6, "too soon after it")
     assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "one", "two", ""]
@@ -69,19 +77,46 @@ def test_on_a_terminal_progress_is_a_bar_below_the_lines_and_a_status_has_its_co
     assert capsys.readouterr().out == "\n".join(plain)
 
 
+def read_until(terminal: int, wanted: str, timeout_s: float) -> str:
+    """Return what is written to a terminal until it has `wanted`, or all if it is closed before."""
+    written, deadline = b"", time.monotonic() + timeout_s
+    while wanted.encode() not in written and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                written += os.read(terminal, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+    return written.decode()
+
+
+STOPPING = "ddp-mnist: stopping after this step"
+
+
 @pytest.mark.system
-def test_the_bar_shows_a_step_all_the_time(tmp_path: Path) -> None:
+def test_the_bar_shows_a_step_all_the_time_and_control_c_is_answered(tmp_path: Path) -> None:
     """From before the first step on, between log lines and while it validates."""
     (tmp_path / "slow.py").write_text(SLOW)
-    flags = "--dataset digits --model slow:Slow --epochs 2 --log-every 1000 --run-dir run --cpu"
-    command = f"from ddp_mnist import cli; cli.main({['train', *flags.split()]})"
-    [(code, written)] = run_world(1, on_forked_terminal, command, folder=tmp_path)
-    assert code == 0, written
-    shown = re.findall(r"\r[█▏▎▍▌▋▊▉ ]{8} (\S[^\r\n]*)", written)
-    assert shown[0] == "step  0/30  starting"
-    assert [frame for frame in shown if not re.match(r"step +\d+/30  ", frame)] == []
-    assert any(re.match(r"step 15/30  loss \d\.\d+  validation .* left", each) for each in shown)
+    flags = "--dataset digits --model slow:Slow --epochs 3 --log-every 1000 --run-dir run --cpu"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = ["setsid", "--ctty", sys.executable, *TRAIN, *flags.split()]
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with subprocess.Popen(command, cwd=tmp_path, **streams) as process:
+        os.close(theirs)
+        before = read_until(ours, "epoch 2/3", 120)
+        os.write(ours, b"\x03")
+        answer = read_until(ours, STOPPING, 0.1 * SECONDS)  # half a second on a free machine
+        rest = read_until(ours, "no such line", 20)
+    os.close(ours)
+    assert process.returncode == 130
+    assert STOPPING in [line.rpartition("\r")[2] for line in answer.splitlines()], answer
+    assert (before + answer + rest).count("stopping after this step") == 1
+    shown = re.findall(r"\r[█▏▎▍▌▋▊▉ ]{8} (\S[^\r\n]*)", before)
+    assert shown[0] == "step  0/45  starting"
+    assert [frame for frame in shown if not re.match(r"step +\d+/45  ", frame)] == []
+    assert any(re.match(r"step 15/45  loss \d\.\d+  validation .* left", each) for each in shown)
     assert {0, 1, 15, 30} < {int(frame[5:7]) for frame in shown}  # and some between, unlogged
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 # --- Commands whose output cannot be written
