@@ -23,7 +23,7 @@ from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, subset, train_val_test
+from ddp_mnist.data.batches import GlobalBatchSampler, rows_of_splits, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets.build import build_net
@@ -46,7 +46,7 @@ def train_plain(
     """Train in the existing process group. Return the net and the seconds that it took."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rows, _, _ = train_val_test(images, device)
+    rows, _, _ = rows_of_splits(images, device)
 
     # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)

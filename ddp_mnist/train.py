@@ -18,7 +18,7 @@ from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import join_world, warm_up_ddp
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
-from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, train_val_test
+from ddp_mnist.data.batches import GlobalBatchSampler, make_loader, rows_of_splits
 from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.optim import make_optimizer
@@ -33,13 +33,18 @@ from ddp_mnist.training.training_run import TrainingRun
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Train on this rank. Return the summary; {} after --dry-run, or if the run was finished.
 
-    Raise a DdpMnistError for every expected failure, see errors.py; Preempted after a signal.
+    Raise a DdpMnistError for every expected failure, see errors.py; Preempted after a signal. What
+    one rank raises ends all: the others raise FailedElsewhere, see cluster/failures.py.
     """
     with (
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
-        join_world(config.distribution, launch) as world,  # init_process_group, then Accelerator()
-        set_up_run(config, world, launch, folder, stop) as run,  # all agree on settings and data
+        join_world(
+            config.distribution, launch
+        ) as world,  # init_process_group, if several; Accelerator()
+        set_up_run(
+            config, world, launch, folder, stop
+        ) as run,  # all agree on settings, data and checkpoint
     ):
         return fit(run) if run else {}
 
@@ -65,24 +70,26 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, task = run.world.accelerator, run.stop, run.task
     device, image_format = accelerator.device, run.images.image_format
-    accelerator.gradient_accumulation_steps = recipe.grad_accum  # not known when it was made
+    accelerator.gradient_accumulation_steps = recipe.grad_accum  # a resumed run inherits it
 
-    # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
-    train_rows, val_rows, test_rows = train_val_test(run.images, device)
+    # Data. The batch of a step is global, the same on every rank, in grad_accum micro-batches.
+    train_rows, val_rows, test_rows = rows_of_splits(run.images, device)
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
-    # Net and optimizer, equal on every rank. `model` is the net in DDP and autocast; the loader
-    # gives each rank its part of every batch: see split_batches=True in cluster/world.py.
+    # Net and optimizer, equal on every rank. `model` is the net in autocast and, on several
+    # processes, in DDP; the loader gives each rank its part of every batch: see split_batches=True
+    # in cluster/world.py.
     net = build_model(run)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    # DDP rebuilds its buckets after the first backward pass: now, so that a resumed run sums alike.
+    # DDP rebuilds its gradient buckets after the first backward pass. A pass that changes nothing
+    # triggers that now, so that a resumed run sums in the same order.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader = make_eval_loader(accelerator, val_rows)
     test_loader = make_eval_loader(accelerator, test_rows)
 
-    # All that training changes: new, or as a checkpoint left it.
+    # All that training changes: new, or as the checkpoint left it that rank 0 sends to all.
     state = State(net, optimizer, accelerator.scaler, task, run.world.start_time)
     progress = run.begin_or_resume(state)  # from now on a stop signal saves the state
     meter = Meter(accelerator, progress, recipe, task)
@@ -103,7 +110,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
-            if accelerator.sync_gradients:  # left by the batch before, which ended a step
+            if accelerator.sync_gradients:  # the batch before ended a step
                 seed_forward(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
                 images = augment(images, augmentations[indices])
@@ -124,22 +131,23 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
-            save_due = meter.is_save_due(flags.checkpoint_every)  # else at 100th steps, 5 s apart
+            save_due = meter.is_save_due(flags.checkpoint_every)  # None: each 100 steps, 5 s apart
             if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals
             run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
-            stop.save_and_raise_if(stop_requests, accelerator.is_main_process)  # Preempted
+            stop.save_and_raise_if(stop_requests, accelerator.is_main_process)  # and end
             if save_due:
                 run.save(state)
                 meter.note_save()
 
-        # Validate on images held out. All ranks get the same numbers, so all decide the same.
+        # Validate on held-out images; a stop signal is heard after each batch. Rank 0 counts and
+        # sends its numbers to all, so all decide alike.
         validation = run.evaluate("validation", model, val_loader) if len(val_rows) else None
         means = state.end_epoch(recipe, validation)  # may stop early: --patience, --target-accuracy
         run.log_epoch(means, progress, validation)
 
-    # Save, then test once, without autocast: the best weights with --patience, else the last.
+    # Save, then test once, without autocast: with --patience a copy with the best weights.
     run.save(state)
     final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
     if buffers := list(final_net.buffers()):  # BatchNorm's; DDP sends them only before a forward

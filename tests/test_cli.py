@@ -251,15 +251,6 @@ def test_what_nobody_foresaw_is_one_line_and_debug_shows_its_traceback(
     assert last == f"{line.format(' --debug')}; --debug shows the traceback (code 1)"
 
 
-def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "ddp_mnist", "--help"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def config_of(line: str) -> TrainConfig:
     return cli.train_config(line.split())
 

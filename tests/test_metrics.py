@@ -14,7 +14,7 @@ from sklearn import metrics as sk
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import train_val_test
+from ddp_mnist.data.batches import rows_of_splits
 from ddp_mnist.errors import FailedElsewhere, UsageError
 from ddp_mnist.metrics import find_score
 from ddp_mnist.system.files import read_json
@@ -123,7 +123,7 @@ def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
     assert silent == ""
     summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
     trained = from_bytes(read_bytes(str(run)), str(run))
-    _, validation, test = train_val_test(images.hold_out(31))
+    _, validation, test = rows_of_splits(images.hold_out(31))
     for rows, prefix in ((validation, "val"), (test, "test")):
         pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
         with torch.inference_mode():

@@ -176,8 +176,12 @@ def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
 
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_table(spots, [["0.png", 1]], "file_name x")
-    with pytest.raises(DataError, match=r"no metadata.csv with the columns file_name, x, y; metad"):
+    there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, "
+    with pytest.raises(DataError, match=f"{there}and was not used; add them$"):
         read(spots)
+    without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
+    with pytest.raises(DataError, match=f"{without_a_task}.*; to learn its numbers, give a --task"):
+        cache.load(str(spots))
     (tmp_path / "parquet").mkdir()
     columns = {"image": [b"-"], "x": [1.0]}
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "parquet" / "train.parquet")

@@ -47,7 +47,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 SPLITS, CPU = ("train", "validation", "test"), torch.device("cpu")
 
 
-def train_val_test(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
+def rows_of_splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
     """Return the rows to train on, to validate on and to test on.
 
     On a GPU the images (55 MB for MNIST) are copied there if they fit into half of its memory.
@@ -64,7 +64,7 @@ def train_val_test(data: ImageData, device: torch.device = CPU) -> tuple[Rows, R
 
 def subset(data: ImageData, name: str) -> Rows:
     """Return the rows of train, validation or test; none of a split that there is not."""
-    return train_val_test(data)[SPLITS.index(name)]
+    return rows_of_splits(data)[SPLITS.index(name)]
 
 
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:

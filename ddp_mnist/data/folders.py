@@ -143,7 +143,7 @@ def list_folder(
     splits, more = choose_splits(found, where, options)
     if not labels:
         for each in splits.values():
-            labels |= classes_of(where, each, bool(by_folders))
+            labels |= classes_of(where, each, bool(by_folders), unused)
         unused += empty_classes(folder, paths, images)
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes = list[str]()
@@ -184,11 +184,13 @@ def split_in(name: str) -> str:
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
-def classes_of(where: str, images: list[Path], in_splits: bool) -> dict[Path, str]:
+def classes_of(
+    where: str, images: list[Path], in_splits: bool, unused: list[str]
+) -> dict[Path, str]:
     """Return the class of each image of a split, the folder that it lies in.
 
     Raise DataError if these folders do not lie side by side, or if one is that of the split, with
-    `in_splits`.
+    `in_splits`. `unused` are notes on metadata files without labels, which may be what was meant.
     """
     first = images[0]
     for image in images:
@@ -196,7 +198,9 @@ def classes_of(where: str, images: list[Path], in_splits: bool) -> dict[Path, st
         is_split = in_splits and split_in(folder) and not any(map(split_in, above))
         if is_split or not folder or image.parts[:-2] != first.parts[:-2]:
             both = first if image is first else f"{first} and {image}"
-            raise DataError(f"{where}: which folder is the class of {both}? {OF_CLASS}")
+            fault = f"{where}: which folder is the class of {both}? {OF_CLASS}"
+            hint = [*unused, "to learn its numbers, give a --task"] if unused else []
+            raise DataError("; ".join([fault, *hint]))
     return {image: image.parent.name for image in images}
 
 
@@ -221,10 +225,11 @@ def read_metadata(
         with blame(f"{where}: {file}", DataError):
             rows = [row for row in READERS[file.suffix](Path(folder, file)) if any(row.values())]
             there = {name for row in rows for name in row}
-            wanted = columns or tuple(name for name in LABELS if name in there)[:1]
-            if not wanted or not there >= {"file_name", *wanted}:
-                names = " and ".join(("file_name", *(columns or ("label",))))
-                notes.append(f"{file} has no columns {names}, and was not used")
+            wanted = columns or tuple(name for name in LABELS if name in there)[:1] or ("label",)
+            if missing := [name for name in ("file_name", *wanted) if name not in there]:
+                columns_are = "columns" if missing[1:] else "column"
+                unused = f"{file} has no {columns_are} {' and '.join(missing)}, and was not used"
+                notes.append(unused)
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))
@@ -240,7 +245,7 @@ def read_metadata(
     if columns and not labels:
         named = ", ".join(("file_name", *columns))
         fault = f"{where}: holds no metadata.csv with the columns {named}"
-        raise DataError("; ".join([fault, *notes, "add one"]))
+        raise DataError("; ".join([fault, *notes, "add them" if notes else "add one"]))
     return labels, notes
 
 

@@ -76,8 +76,9 @@ def number_text(number: float | None) -> str:
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.4g}"
 
 
-def shown_loss(function: str, loss: float) -> str:
-    """Return the loss of a split as it is printed, with the name of the user's own function."""
+def shown_loss(outcome: dict[str, Any], loss: float) -> str:
+    """Return the loss of a split as it is printed, with the name of the user's own --loss."""
+    function = outcome["loss_function"] if outcome["classes"] else CROSS_ENTROPY
     own = "" if function == CROSS_ENTROPY else f"{function} "
     return f"loss {own}{loss:.4f}"
 

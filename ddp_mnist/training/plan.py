@@ -11,7 +11,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.augment import describe_augmentation
-from ddp_mnist.data.batches import train_val_test
+from ddp_mnist.data.batches import rows_of_splits
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import first_of, printable, shown_name
 from ddp_mnist.system.console import Console, count, named_lines
@@ -28,7 +28,7 @@ def of_run(
 ) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    train_rows, val_rows, test_rows = map(len, train_val_test(images))
+    train_rows, val_rows, test_rows = map(len, rows_of_splits(images))
     steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum

@@ -94,7 +94,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     name, classes = outcome["score_name"], outcome["classes"]
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
-    loss = evaluation.shown_loss(outcome["loss_function"], outcome["test_loss"])
+    loss = evaluation.shown_loss(outcome, outcome["test_loss"])
     of = f"{images:,} images of {outcome['dataset']['name']}"
     result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
     lines = {

@@ -217,7 +217,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     """Return score, loss and the confusion matrix, or the worst of it if that is large."""
     names, score = [shown_name(name) for name in metrics["classes"]], metrics["score_name"]
     by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
-    loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
+    loss = evaluation.shown_loss(metrics, metrics["loss"])
     numbers = [f"{score} {evaluation.number_text(metrics[score])}", loss]
     numbers += evaluation.score_texts(metrics["scores"])
     data = printable(metrics["dataset"]["name"])

@@ -13,34 +13,9 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.system import affinity
-from tests.commands import Typed, python
+from tests.commands import Typed
 
 Captured = pytest.CaptureFixture[str]
-FORKS = """
-import multiprocessing, os
-from ddp_mnist.cluster import hardware
-
-def say_once_imported_here():
-    hardware.IMPORTED_BY = os.getpid()
-    print(hardware.is_forked(), flush=True)
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("fork")
-    for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
-        process = kind.Process(target=say_once_imported_here)
-        process.start()
-        process.join()
-    if os.fork():
-        os.wait()
-    print(hardware.is_forked(), flush=True)  # the copy, then its parent
-"""
-
-
-def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
-    """By multiprocessing, whose default on Linux it is, its contexts, and os.fork."""
-    (tmp_path / "forks.py").write_text(FORKS)
-    ended = python("forks.py", folder=tmp_path)
-    assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])
 
 
 def threads_of_a_run() -> tuple[bool, int]:
@@ -48,10 +23,17 @@ def threads_of_a_run() -> tuple[bool, int]:
     return hardware.is_forked(), set_threads(find_launch(Distribution(cpu=True)), "cpu", 1)
 
 
-def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> None:
-    """As those of verify and doctor do: their server has used no OpenMP."""
+def test_a_process_of_a_fork_server_computes_on_all_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of verify and doctor do: their server has used no OpenMP.
+
+    A copy of a process that may have used it does not; test_api.py forks some.
+    """
     [found] = run_world(1, threads_of_a_run, folder=tmp_path)
     assert found == (False, affinity.cores())
+    monkeypatch.setattr(hardware, "IMPORTED_BY", os.getppid())
+    assert hardware.is_forked()
 
 
 # --- GPUs that torch cannot use

@@ -3,7 +3,7 @@ from itertools import chain
 import pytest
 import torch
 
-from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader, train_val_test
+from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader, rows_of_splits
 from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.seeding import generator
 from tests.data_sets import of
@@ -16,7 +16,7 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(val_size: int) -> 
     digits, found = load_cached("digits"), []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        train, validation, test = train_val_test(digits.hold_out(val_size))
+        train, validation, test = rows_of_splits(digits.hold_out(val_size))
         found.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (1437 - val_size, val_size, 360)
         assert train.rows.dtype == validation.rows.dtype == torch.int64

@@ -181,20 +181,6 @@ def test_ctrl_c_saves_and_ends_all_parts(cluster: Cluster, terminal: tuple[int, 
     assert f"SIGINT: stopped after step {step} and saved" in said
 
 
-@pytest.mark.soak  # that a part which fails ends the others is seen of a host that is down too
-def test_a_lost_process_ends_all_parts_with_a_code(cluster: Cluster) -> None:
-    """That of make, which is 2 whatever the program's was."""
-    run, started = cluster.trains("lost")
-    [worker] = [each for each in cluster.left(1) if each.cmdline()[1:3] == ["-u", "-m"]]
-    worker.kill()
-    ended = started.ended(PATIENCE_S)
-    assert (ended.code, ended.err) == (2, ""), ended.out
-    assert status(run) == ("failed", 6)
-    said = "\n".join(cluster.said(ended, 0))
-    assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in said
-    cluster.empties(0, 1)
-
-
 def test_one_host_is_refused(tmp_path: Path) -> None:
     ended = Started(["bash", SCRIPT, "host"], tmp_path, program=None).ended()
     assert (ended.code, ended.out) == (2, "")

@@ -59,7 +59,7 @@ def test_the_pages_are_found() -> None:
 
 
 def test_each_fault_that_a_test_names_is_a_row_of_the_page() -> None:
-    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("*.py"))
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
     named = {int(number) for number in re.findall(r"fault_(\d\d)", tests)}
     for page in ("faults.md", "faults.zh-CN.md"):
         rows = re.findall(r"^\| (\d+) \|", (REPOSITORY / "docs" / page).read_text("utf-8"), re.M)

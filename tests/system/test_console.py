@@ -18,6 +18,7 @@ import pytest
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.system.console import Console, as_json
+from ddp_mnist.system.files import read_json
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
 from tests.data_sets import write_noise
@@ -121,24 +122,32 @@ def test_the_bar_shows_a_step_all_the_time_and_control_c_is_answered(tmp_path: P
 
 # --- Commands whose output cannot be written
 
-FULL, CLOSED = "/dev/full", "|"  # a full disk, and a pipe whose reader has gone
+# A full disk, a pipe whose reader has gone, and what a shell's `>&-` leaves
+FULL, UNREAD, CLOSED = "/dev/full", "|", "-"
 QUICK = ("--dataset", "digits", "--model", "mlp", "--epochs", "1")
 CANNOT = "stdout: cannot be written (No space left on device); "
 
 
 def program(words: list[str], *streams: str) -> None:
-    """Be the program; stdout and stderr are files, or CLOSED."""
+    """Be the program; stdout, stderr and perhaps stdin are files, UNREAD or CLOSED."""
     from ddp_mnist.verbs.verify import proofs
 
     proofs.verify = lambda *_: iter(["begins"])  # which would take minutes
-    for number, file, name in zip((1, 2), streams, ("stdout", "stderr"), strict=True):
+    closed = list[int]()
+    for file, name, number in zip(streams, ("stdout", "stderr", "stdin"), (1, 2, 0), strict=False):
         if file == CLOSED:
+            closed.append(number)  # at the end: what is opened next would get its number
+            setattr(sys, name, None)
+            continue
+        if file == UNREAD:
             reading, opened = os.pipe()
             os.close(reading)
         else:
             opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, number)
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    for number in closed:
+        os.close(number)
     sys.argv = ["ddp-mnist", *words]
     cli.program()
 
@@ -147,7 +156,8 @@ def run(folder: Path, words: list[str], *streams: str) -> Ended:
     """Run a command in a process of its own."""
     world = LocalWorld(1, program, words, *streams, folder=folder)
     assert [str(outcome) for outcome in world.outcomes()] == ["was killed"]  # it ended by itself
-    said = [(folder / file).read_text() if (folder / file).is_file() else "" for file in streams]
+    files = [folder / file for file in streams[:2]]
+    said = [file.read_text() if file.is_file() else "" for file in files]
     return Ended(world.processes[0].exitcode or 0, *said)
 
 
@@ -184,14 +194,25 @@ def test_fault_05_fault_35_a_training_goes_on_without_stdout_and_errors_keep_the
     train = ["train", *QUICK, "--run-dir"]
     warning = f"ddp-mnist: warning: {CANNOT}the run continues without output; see its folder\n"
     assert run(folder, [*train, "silent"], FULL, "err") == Ended(0, "", warning)
-    assert run(folder, ["evaluate", "run"], CLOSED, "err") == Ended(0, "", "")
+    assert run(folder, ["evaluate", "run"], UNREAD, "err") == Ended(0, "", "")
     assert run(folder, [*train, "mute"], FULL, FULL).code == 0
-    assert run(folder, [*train, "unread"], CLOSED, CLOSED).code == 0
+    assert run(folder, [*train, "unread"], UNREAD, UNREAD).code == 0
     assert run(folder, ["train", "--lr", "0"], "out", FULL).code == 2
-    assert run(folder, ["predict", "no", "x"], CLOSED, CLOSED).code == 4
+    assert run(folder, ["predict", "no", "x"], UNREAD, UNREAD).code == 4
     for name in ("silent", "mute", "unread"):
         assert status(folder / name) == ("finished", 0)
         assert metrics(folder / name, "step")[-1]["test_accuracy"] > 0.1
+
+
+def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(folder: Path) -> None:
+    """The run's files would have the number of stdout."""
+    ended = run(folder, ["train", *QUICK, "--run-dir", "closed"], CLOSED, "err")
+    assert ended.code == 0
+    assert "stdout: cannot be written (Bad file descriptor); the run continues" in ended.err
+    ended = run(folder, ["evaluate", "closed", "--json"], "out", CLOSED)
+    accuracy = read_json(folder / "closed" / "summary.json")["test_accuracy"]
+    assert (ended.code, json.loads(ended.out)["accuracy"]) == (0, accuracy)
+    assert run(folder, ["predict", "run", "-"], "out", "err", CLOSED).code == 3
 
 
 def test_a_line_is_out_at_once_and_letters_of_any_script_are_readable_in_json(

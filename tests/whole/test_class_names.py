@@ -22,7 +22,7 @@ NAMES = sorted([*(LONG.format(n=n) for n in range(90)), *(CHINESE.format(n=n) fo
 
 def test_names_are_shown_whole_everywhere(here: Path, typed: Typed) -> None:
     """Of many classes the worst alone are shown to people, and all are counted."""
-    counts = {"train": 20, "test": 2}
+    counts = {"train": 4, "test": 2}
     images = [f"{s}/{name}/{n}.png" for s in counts for name in NAMES for n in range(counts[s])]
     write_noise(here / "own", *images, size=(8, 8))
     config = proof_config(model="mlp", epochs=1, batch_size=100, val_size=100)

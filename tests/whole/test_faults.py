@@ -7,7 +7,6 @@ under the same kind of name; `pytest -k fault_05` runs all of one number.
 import contextlib
 import errno
 import itertools
-import multiprocessing
 import os
 import pty
 import re
@@ -26,9 +25,8 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.system.files import read_json
-from ddp_mnist.system.locks import is_held
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.folder import LOCK, MODEL
+from ddp_mnist.training.folder import MODEL
 from ddp_mnist.verbs.verify import watch
 from tests.chaos import (
     SECONDS,
@@ -37,7 +35,6 @@ from tests.chaos import (
     flags_of,
     leftovers,
     newest_step,
-    seconds_until_gone,
     wait_until,
     workers_of,
 )
@@ -50,84 +47,12 @@ RUN = Path("run")
 FILE_CALLS = ("open", "write", "flush", "fsync", "replace", "unlink")
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run of two processes that nothing happened to."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    run_world(2, watch.just_train, config_of("patient", RUN), folder=folder)
-    return folder / "run"
-
-
 def wait_for_step(run: Path, step: int) -> None:
     """Wait for a checkpoint of this step or a later one."""
     wait_until(lambda: newest_step(run) >= step)
 
 
 # --- A process is lost
-
-
-def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_launcher(
-    unbroken: Path, tmp_path: Path
-) -> None:
-    """torchrun begins again by itself; it is killed; when it begins again, it gets SIGTERM.
-
-    The run ends with the unbroken run's weights. A worker that took too much memory is killed by
-    the kernel with the same signal.
-    """
-    run = tmp_path / "run"
-    flags = flags_of("patient", RUN, "--cpu", "--resume", "auto")
-    world = LocalWorld(1, _torchrun, ["train", *flags], 1, folder=tmp_path)
-    wait_for_step(run, 1)
-    [launcher] = workers_of(world)
-    workers = launcher.children()
-    workers[1].kill()
-    assert seconds_until_gone(workers) < 5
-    assert status(run) == ("failed", 6)
-    first = newest_step(run)
-
-    wait_for_step(run, first + 1)  # it goes on by itself
-    workers = launcher.children()
-    launcher.kill()
-    assert seconds_until_gone(workers) < 5  # no orphan, and no second writer
-    assert not is_held(run / LOCK)
-    world.outcomes()
-    assert status(run) == ("preempted", 143)  # the workers had the time to save
-
-    second = newest_step(run)
-    world = LocalWorld(1, _torchrun, ["train", *flags], folder=tmp_path)
-    wait_for_step(run, second + 1)
-    [launcher] = workers_of(world)
-    workers = launcher.children()
-    launcher.terminate()
-    assert seconds_until_gone(workers) < 10
-    world.outcomes()
-    assert status(run) == ("preempted", 143)
-    third = newest_step(run)
-    lost, saved, told = what_it_said(tmp_path).error_lines
-    assert lost.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
-    assert lost.endswith("(code 6)")
-    assert saved.startswith(f"ddp-mnist: error: SIGTERM: stopped after step {second} ")
-    assert told.startswith(f"ddp-mnist: error: SIGTERM: stopped after step {third} ")
-    assert told.endswith("and saved; to go on, add --resume run to the command (code 143)")
-
-    run_world(2, watch.just_train, watch.resumed(config_of("patient", run)), folder=tmp_path)
-    assert read_json(run / "summary.json")["resumed_from"] == [first, second, third]
-    assert watch.what_stays(run) == watch.what_stays(unbroken)
-    assert leftovers(run) == []
-
-
-def _torchrun(arguments: list[str], restarts: int = 0) -> None:
-    """Be torchrun with two workers, which are forked, as they have torch loaded then."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    multiprocessing.current_process().daemon = False
-    for number in EXIT_CODES:
-        signal.signal(number, signal.SIG_DFL)  # as in a program that is begun
-    config = LaunchConfig(1, 1, 2, run_id="run", rdzv_backend="c10d", start_method="fork")
-    config.rdzv_endpoint, config.max_restarts = "localhost:0", restarts
-    with contextlib.suppress(SignalException):  # which cannot be pickled
-        elastic_launch(config, _command)(arguments)
 
 
 def _command(arguments: list[str]) -> None:

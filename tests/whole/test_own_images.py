@@ -200,25 +200,3 @@ def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> 
     assert images.image_format.notes[1:] == [
         "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
     ]
-
-
-def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) -> None:
-    """All of the above and more sizes in one set: it is in colour, of the median of the sides.
-
-    Or it is grey, and of the size that was asked for.
-    """
-    more = [picture(size) for size in ((64, 48), (31, 90))]
-    own = folder_of(tmp_path / "own", *[taken.make() for taken in TAKEN.values()], *more)
-    total = 2 * (len(TAKEN) + 2)
-    small = ImageOptions((28, 28), grey=True)
-    for reading, shape in ((small, (1, 28, 28)), (AS_THEY_ARE, (3, 12, 12))):
-        images = load(own, reading)
-        assert of(images, "train").images.shape == (len(TAKEN) + 2, *shape)
-        for split in ("train", "test"):
-            files = sorted((own / split).rglob("*.png"))
-            for file, row in zip(files, of(images, split).images, strict=True):
-                assert np.array_equal(read_image(file, images.image_format, False), row), file
-    for note, count in Counter(taken.note for taken in TAKEN.values() if taken.note).items():
-        beginning = f"{2 * count} of {total} images had {note}"
-        assert any(said.startswith(beginning) for said in images.image_format.notes), note
-    assert len(images.image_format.notes) == 7  # and that of the sizes, and the grey ones

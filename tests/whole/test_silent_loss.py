@@ -5,8 +5,6 @@ The run of one process that all tests use has no steps but those of an epoch on 
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +23,7 @@ from ddp_mnist.data.held_out import key_of
 from ddp_mnist.errors import DivergedError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
-from tests.commands import Ended, Typed, run_here
+from tests.commands import Typed, run_here
 from tests.data_sets import write_noise
 from tests.run_checks import metrics, own_module
 
@@ -143,29 +141,6 @@ class Net(MLP):
     ended = typed(*TRAIN, "--model", "own_buffer:Net")
     assert ended.code == DivergedError.code, ended.err
     assert "a weight is no longer a finite number" in ended.err
-
-
-# --- Streams
-
-
-def closed(redirection: str, *arguments: str) -> Ended:
-    """Run a verb as a shell does with a stream closed, such as `>&-`."""
-    command = f'exec "$0" -m ddp_mnist "$@" {redirection}'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable, *arguments], capture_output=True, text=True
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
-def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(run: Path) -> None:
-    shutil.rmtree(run)
-    ended = closed(">&-", *TRAIN)
-    assert ended.code == 0, ended.err
-    assert "stdout: cannot be written (Bad file descriptor); the run continues" in ended.err
-    accuracy = read_json(run / "summary.json")["test_accuracy"]
-    ended = closed("2>&-", "evaluate", "run", "--json")
-    assert (ended.code, json.loads(ended.out)["accuracy"]) == (0, accuracy)
-    assert closed("<&-", "predict", "run", "-").code == 3
 
 
 # --- Images and classes
