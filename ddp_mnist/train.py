@@ -39,12 +39,8 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     with (
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
-        join_world(
-            config.distribution, launch
-        ) as world,  # init_process_group, if several; Accelerator()
-        set_up_run(
-            config, world, launch, folder, stop
-        ) as run,  # all agree on settings, data and checkpoint
+        join_world(config.distribution, launch) as world,  # process group if several; Accelerator()
+        set_up_run(config, world, launch, folder, stop) as run,  # all agree on settings and data
     ):
         return fit(run) if run else {}
 
@@ -77,9 +73,8 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
-    # Net and optimizer, equal on every rank. `model` is the net in autocast and, on several
-    # processes, in DDP; the loader gives each rank its part of every batch: see split_batches=True
-    # in cluster/world.py.
+    # Net and optimizer, equal on every rank. `model` is the net in autocast and, if there are more
+    # ranks, DDP; the loader gives each its part of every batch, by world.py's split_batches=True.
     net = build_model(run)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)

@@ -79,6 +79,14 @@ sys.meta_path.insert(0, Torch())
 """
 
 
+# A sitecustomize.py without which an editable install finds what is missing in the clone
+NOT_EDITABLE = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in str(each)]
+"""
+
+
 def python_path(*folders: Path) -> str:
     """Return PYTHONPATH for a test's processes: these folders, then what the person has in it."""
     return os.pathsep.join([*map(str, folders), *OTHER_PACKAGES])

@@ -1,6 +1,6 @@
 """A launcher that restarts a run which lost a process, is killed, and gets SIGTERM.
 
-The commands are those of docs/reference.md, section "Automatic restarts".
+The command is that of docs/reference.md, section "Automatic restarts".
 """
 
 from pathlib import Path
@@ -21,22 +21,15 @@ from tests.chaos import (
     wait_until,
     workers_of,
 )
-from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
+from tests.commands import ACCELERATE, CONFIGS, TRAIN, Started
 from tests.run_checks import status
 
 pytestmark = pytest.mark.system
-LAUNCHERS = {
-    "torchrun": [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"],
-    "accelerate": [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--max_restarts", "1"],
-}
+LAUNCHER = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--max_restarts", "1"]
 
 
-# accelerate's agent is torchrun's, which goes on in test_elastic.py too
-@pytest.mark.parametrize(
-    "launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.soak)]
-)
 def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_launcher(
-    launcher: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """It begins the run again by itself; a person who begins it again needs no other command.
 
@@ -47,7 +40,7 @@ def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_lau
     train = [*TRAIN, *flags_of("patient", Path("run"), "--cpu", "--resume", "auto")]
 
     def start() -> Started:
-        return Started([*LAUNCHERS[launcher], *train], tmp_path, {"OMP_NUM_THREADS": "1"})
+        return Started([*LAUNCHER, *train], tmp_path, {"OMP_NUM_THREADS": "1"})
 
     def trains_on(step: int) -> None:
         wait_until(lambda: newest_step(run) > step, 120)

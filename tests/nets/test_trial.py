@@ -94,13 +94,6 @@ def test_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
     assert re.match((NOT_COMPUTED | NOT_TRAINED)[code], refused("own_net:Own"))
 
 
-def test_a_net_is_refused_before_the_data_are_read(typed: Typed) -> None:
-    ended = typed("train", "--dataset", "no_such_folder", "--model", "no_module:Net")
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    line = "ddp-mnist: error: --model no_module:Net: ModuleNotFoundError: No m"
-    assert ended.err.startswith(line)
-
-
 # --- In a run
 
 MORE = """

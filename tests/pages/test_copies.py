@@ -11,6 +11,7 @@ import torch
 from ddp_mnist.cluster.local_world import preload, run_world
 from ddp_mnist.verbs.verify.watch import largest_difference
 from tests.commands import (
+    NOT_EDITABLE,
     REPOSITORY,
     TORCHRUN,
     Ended,
@@ -168,9 +169,7 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_p
 
     shutil.rmtree(tmp_path / "ddp_mnist" / "verbs")
     (tmp_path / "ddp_mnist" / "api.py").unlink()  # it imports verbs
-    # an editable install would find the folders where they still are
-    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    (tmp_path / "sitecustomize.py").write_text(NOT_EDITABLE)
     ended = run("train", *own, "--dataset", "digits", "--epochs", "10")
     accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
     assert (ended.code, bool(accuracy)) == (0, True), ended.err

@@ -15,7 +15,7 @@ import pytest
 
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
-from tests.commands import CONFIGS, PROOF, REPOSITORY, Started, python_path
+from tests.commands import CONFIGS, NOT_EDITABLE, PROOF, REPOSITORY, Started, python_path
 from tests.data_sets import of
 from tests.run_checks import check_equal
 
@@ -66,18 +66,18 @@ def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
     wheel: Path, alone: Path, tmp_path: Path
 ) -> None:
     """From an empty folder; in a batch script of four tasks, with the long TMPDIR of a scheduler.
+    Who has no home, as in some containers, is not told where Matplotlib has its cache.
 
     The rehearsal finds its launch file and trains as one process does; the other verbs find all.
     """
     site, here, scratch = (tmp_path / name for name in ("site", "here", "späces and " * 8))
     subprocess.run([*PIP, "install", *OFFLINE, "--target", site, wheel], check=True)
-    # an editable install would find what is missing in the clone
-    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
-    (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    (site / "sitecustomize.py").write_text(NOT_EDITABLE)
     here.mkdir()
     scratch.mkdir()
     programs = [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     variables: dict[str, str | None] = {"SLURM_JOB_ID": "5", "TMPDIR": str(scratch)}
+    variables |= {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
     variables |= {"PYTHONPATH": python_path(site), "PATH": os.pathsep.join(programs)}
 
     def run(line: str, tasks: str | None = None) -> str:

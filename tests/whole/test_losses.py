@@ -20,7 +20,7 @@ from ddp_mnist.task import Classification, balanced, make_task
 from ddp_mnist.training.model_file import from_bytes, read_bytes
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
-from tests.data_sets import few_digits, of
+from tests.data_sets import few_digits, flat, of, write_noise
 from tests.run_checks import apart, own_module, stop, with_flags
 
 CPU = torch.device("cpu")
@@ -109,19 +109,26 @@ class Net(MLP):
 
 def proof(run_dir: str) -> TrainConfig:
     given = {"loss": "my_loss:focal", "class_weights": "balanced", "model": "my_net:Net"}
-    return with_flags(watch.proof_config(run_dir, **given, epochs=2), checkpoint_every=8)
+    config = watch.proof_config(run_dir, **given, epochs=2, batch_size=24, augment=True)
+    return with_flags(config, dataset="photos", checkpoint_every=4)
 
 
 def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken_one(
     own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On images in colour, augmented, of one class twice as many as of the other."""
     (net := tmp_path / "my_net.py").write_text(NET)
-    one = run_world(1, watch.just_train, proof("one"), folder=tmp_path)[0]
-    [two, _] = run_world(2, watch.just_train, proof("two"), folder=tmp_path)
+    for seed, (split, count) in enumerate((("train", 180), ("test", 20))):
+        names = flat(count, classes="cat dog dog")
+        write_noise(tmp_path / "photos" / split, *names, seed=seed)
+    [one] = run_world(1, watch.train_and_watch, proof("one"), folder=tmp_path)
+    two = run_world(2, watch.train_and_watch, proof("two"), folder=tmp_path)
+    assert watch.per_step(two) == watch.per_step([one])
+    assert len(one.images) == 12
     assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
-    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-9)
+    assert two[0].summary["test_loss"] == pytest.approx(one.summary["test_loss"], rel=1e-9)
 
-    stop(proof("broken"), tmp_path, step=20, size=2, by=1)
+    stop(proof("broken"), tmp_path, step=7, size=2, by=1)
     again = watch.resumed(proof("broken"))
     for file, typed in ((own_file, "--loss my_loss:focal"), (net, "--model my_net:Net")):
         for module in ("my_loss", "my_net"):  # as in another process
