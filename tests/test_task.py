@@ -92,8 +92,8 @@ def write_table(folder: Path, rows: list[list[Any]], names: str = "file_name x y
 
 
 def proof(folder: Path, run_dir: str) -> TrainConfig:
-    given = {"task": "my_task:Spot", "model": "mlp", "epochs": 30, "batch_size": 24, "patience": 30}
-    config = watch.proof_config(run_dir, **given, lr=0.01)
+    given = {"task": "my_task:Spot", "model": "mlp", "epochs": 15, "batch_size": 24, "patience": 15}
+    config = watch.proof_config(run_dir, **given, lr=0.02)
     return with_flags(config, dataset=str(folder))
 
 

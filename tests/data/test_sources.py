@@ -163,6 +163,7 @@ def test_a_column_is_known_by_its_name_then_by_its_type(
     assert [note.partition("column ")[2] for note in said] == notes
 
 
+@pytest.mark.system
 def test_real_mnist(mnist: Path) -> None:
     images = cache.load(str(mnist))
     assert len(of(images, "train").labels) == 60_000
