@@ -39,7 +39,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     with (
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
-        join_world(config.distribution, launch) as world,  # process group if several; Accelerator()
+        join_world(config.distribution, launch) as world,  # joins the others, makes the Accelerator
         set_up_run(config, world, launch, folder, stop) as run,  # all agree on settings and data
     ):
         return fit(run) if run else {}
@@ -66,15 +66,15 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, task = run.world.accelerator, run.stop, run.task
     device, image_format = accelerator.device, run.images.image_format
-    accelerator.gradient_accumulation_steps = recipe.grad_accum  # a resumed run inherits it
+    accelerator.gradient_accumulation_steps = recipe.grad_accum  # known only after set_up_run
 
     # Data. The batch of a step is global, the same on every rank, in grad_accum micro-batches.
     train_rows, val_rows, test_rows = rows_of_splits(run.images, device)
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
-    # Net and optimizer, equal on every rank. `model` is the net in autocast and, if there are more
-    # ranks, DDP; the loader gives each its part of every batch, by world.py's split_batches=True.
+    # Net and optimizer, equal on every rank. `model` is the net in autocast and, on several ranks,
+    # in DDP; the loader gives each its part of every batch: split_batches=True in cluster/world.py.
     net = build_model(run)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
@@ -84,7 +84,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     val_loader = make_eval_loader(accelerator, val_rows)
     test_loader = make_eval_loader(accelerator, test_rows)
 
-    # All that training changes: new, or as the checkpoint left it that rank 0 sends to all.
+    # All that training changes: new, or from the checkpoint, which rank 0 sends to all.
     state = State(net, optimizer, accelerator.scaler, task, run.world.start_time)
     progress = run.begin_or_resume(state)  # from now on a stop signal saves the state
     meter = Meter(accelerator, progress, recipe, task)
@@ -126,12 +126,12 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
-            save_due = meter.is_save_due(flags.checkpoint_every)  # None: each 100 steps, 5 s apart
+            save_due = meter.is_save_due(flags.checkpoint_every)  # None: >= 100 steps and 5 s apart
             if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals
             run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
-            stop.save_and_raise_if(stop_requests, accelerator.is_main_process)  # and end
+            stop.save_and_raise_if(stop_requests, accelerator.is_main_process)  # raises Preempted
             if save_due:
                 run.save(state)
                 meter.note_save()
@@ -142,7 +142,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
         means = state.end_epoch(recipe, validation)  # may stop early: --patience, --target-accuracy
         run.log_epoch(means, progress, validation)
 
-    # Save, then test once, without autocast: with --patience a copy with the best weights.
+    # Save, then test once, without autocast; with --patience, a copy that has the best weights.
     run.save(state)
     final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
     if buffers := list(final_net.buffers()):  # BatchNorm's; DDP sends them only before a forward

@@ -132,6 +132,8 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     page = (tmp_path / "on-1" / "report.html").read_text()
     assert page.count("<figure") == 2
     assert "Validation distance" in page
+    assert "Loss: that of my_task:Spot." in page
+    assert f"   loss {summary['test_loss']:.4f}" in typed("evaluate", "on-1").out
     assert "confusion" not in page.partition("</style>")[2]
     assert typed("export", "on-1").code == 0
     card = (tmp_path / "on-1" / "export" / "README.md").read_text()
@@ -177,10 +179,10 @@ def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_table(spots, [["0.png", 1]], "file_name x")
     there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, "
-    with pytest.raises(DataError, match=f"{there}and was not used; add them$"):
+    with pytest.raises(DataError, match=f"{there}and was not used; add what is missing$"):
         read(spots)
     without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
-    with pytest.raises(DataError, match=f"{without_a_task}.*; to learn its numbers, give a --task"):
+    with pytest.raises(DataError, match=f"{without_a_task}.*; give --task MODULE:CLASS"):
         cache.load(str(spots))
     (tmp_path / "parquet").mkdir()
     columns = {"image": [b"-"], "x": [1.0]}

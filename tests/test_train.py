@@ -92,7 +92,7 @@ def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None
 def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) -> None:
     """PowerSGD from step 32 on; two processes, in full precision otherwise."""
     runs = {}
-    for hook in ("none", "bf16", "powersgd"):
+    for hook in ("none", "fp16", "bf16", "powersgd"):
         plain = watch.proof_config(hook, model="mlp")
         config = with_flags(plain, mixed_precision="no", comm_hook=hook)
         ranks = run_world(2, watch.train_and_watch, config, folder=tmp_path)
@@ -105,7 +105,7 @@ def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) 
         first[hook] = next((step for step, each in enumerate(off) if each > 1e-7), None)
         assert off[0] < 1e-2
     # of PowerSGD's 32 whole exchanges the first was that of the backward which is thrown away
-    assert first == {"none": None, "bf16": 0, "powersgd": 31}
+    assert first == {"none": None, "fp16": 0, "bf16": 0, "powersgd": 31}
 
 
 def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:

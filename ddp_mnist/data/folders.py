@@ -199,8 +199,8 @@ def classes_of(
         if is_split or not folder or image.parts[:-2] != first.parts[:-2]:
             both = first if image is first else f"{first} and {image}"
             fault = f"{where}: which folder is the class of {both}? {OF_CLASS}"
-            hint = [*unused, "to learn its numbers, give a --task"] if unused else []
-            raise DataError("; ".join([fault, *hint]))
+            fix = "if that has numbers to learn, give --task MODULE:CLASS"
+            raise DataError("; ".join([fault, *unused, *[fix] * bool(unused)]))
     return {image: image.parent.name for image in images}
 
 
@@ -227,9 +227,9 @@ def read_metadata(
             there = {name for row in rows for name in row}
             wanted = columns or tuple(name for name in LABELS if name in there)[:1] or ("label",)
             if missing := [name for name in ("file_name", *wanted) if name not in there]:
-                columns_are = "columns" if missing[1:] else "column"
-                unused = f"{file} has no {columns_are} {' and '.join(missing)}, and was not used"
-                notes.append(unused)
+                noun = "columns" if missing[1:] else "column"
+                names = " and ".join(missing)
+                notes.append(f"{file} has no {noun} {names}, and was not used")
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))
@@ -245,7 +245,7 @@ def read_metadata(
     if columns and not labels:
         named = ", ".join(("file_name", *columns))
         fault = f"{where}: holds no metadata.csv with the columns {named}"
-        raise DataError("; ".join([fault, *notes, "add them" if notes else "add one"]))
+        raise DataError("; ".join([fault, *notes, "add what is missing" if notes else "add one"]))
     return labels, notes
 
 

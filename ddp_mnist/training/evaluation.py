@@ -78,8 +78,8 @@ def number_text(number: float | None) -> str:
 
 def shown_loss(outcome: dict[str, Any], loss: float) -> str:
     """Return the loss of a split as it is printed, with the name of the user's own --loss."""
-    function = outcome["loss_function"] if outcome["classes"] else CROSS_ENTROPY
-    own = "" if function == CROSS_ENTROPY else f"{function} "
+    function = outcome["loss_function"]
+    own = f"{function} " if outcome["classes"] and function != CROSS_ENTROPY else ""
     return f"loss {own}{loss:.4f}"
 
 

@@ -1,5 +1,6 @@
 """A machine's cores, threads and GPUs: how many are there for this process, and what is said."""
 
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -28,10 +29,14 @@ def test_a_process_of_a_fork_server_computes_on_all_cores(
 ) -> None:
     """As those of verify and doctor do: their server has used no OpenMP.
 
-    A copy of a process that may have used it does not; test_api.py forks some.
+    A forked one may not: test_api.py forks some, and here only its signs are set.
     """
     [found] = run_world(1, threads_of_a_run, folder=tmp_path)
     assert found == (False, affinity.cores())
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
+    for kind, is_forked in (("Process", True), ("ForkProcess", True), ("SpawnProcess", False)):
+        monkeypatch.setattr(multiprocessing, "current_process", type(kind, (), {}))
+        assert hardware.is_forked() == is_forked
     monkeypatch.setattr(hardware, "IMPORTED_BY", os.getppid())
     assert hardware.is_forked()
 

@@ -135,3 +135,9 @@ def test_without_its_package_heic_cannot_be_read_and_a_line_says_what_it_needs(
     assert "2 of 19 images cannot be read: " in said and said.count(needs) == 2
     with pytest.raises(DataError, match=f"^{needs}$"):
         read_image(own / "test/dog/IMG_2.heif", GREY, digit_photos=False)
+
+
+def test_heic_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.from_pillow(picture((7, 9))).save(tmp_path / "it.HEIC", quality=-1)
+    assert read_image(tmp_path / "it.HEIC", GREY, digit_photos=False).max() > 0

@@ -244,6 +244,8 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
     for name in names:
         Path("few", name).unlink()
     assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
+    write_noise(Path("new"), *flat(6, classes="a b c"), seed=9)  # in no split, and none is known
+    assert json.loads(typed("evaluate", "run", "--dataset", "new", "--json").out)["count"] == 6
     Path("run/trained_on.npy").unlink()
     ended = typed("evaluate", "run", "--dataset", "other")
     assert ended.code == 0

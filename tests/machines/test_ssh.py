@@ -165,6 +165,7 @@ def test_two_hosts_train_as_one_process(cluster: Cluster, alone: Path) -> None:
     check_equal(run, alone, 2, num_machines=2)
     assert not (cluster.disks[1] / "run").exists()  # only rank 0's machine has the run folder
     assert (cluster.disks[1] / "cache").is_dir()
+    assert cluster.start(0, 1, ARGS="--lr 0").ended(PATIENCE_S).code == 2  # make's own
 
 
 def test_ctrl_c_saves_and_ends_all_parts(cluster: Cluster, terminal: tuple[int, int]) -> None:

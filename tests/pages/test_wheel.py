@@ -65,8 +65,9 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
 def test_fault_39_fault_40_an_installed_wheel_works_without_the_clone(
     wheel: Path, alone: Path, tmp_path: Path
 ) -> None:
-    """From an empty folder; in a batch script of four tasks, with the long TMPDIR of a scheduler.
-    Who has no home, as in some containers, is not told where Matplotlib has its cache.
+    """From an empty folder, without a home; in a batch script of four tasks, with a long TMPDIR.
+
+    Without a home, as in some containers, Matplotlib would tell where its cache is.
 
     The rehearsal finds its launch file and trains as one process does; the other verbs find all.
     """

@@ -213,6 +213,8 @@ def test_fault_35_closed_streams_lose_no_result_and_no_file_gets_their_number(fo
     accuracy = read_json(folder / "closed" / "summary.json")["test_accuracy"]
     assert (ended.code, json.loads(ended.out)["accuracy"]) == (0, accuracy)
     assert run(folder, ["predict", "run", "-"], "out", "err", CLOSED).code == 3
+    words = ["bash", "-c", 'exec "$0" -m ddp_mnist --version >&-', sys.executable]  # from the start
+    assert subprocess.run(words, stderr=subprocess.DEVNULL).returncode == 5
 
 
 def test_a_line_is_out_at_once_and_letters_of_any_script_are_readable_in_json(

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ddp_mnist.cluster.launch import Launch, find_launch
-from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.train_config import TrainConfig
@@ -27,7 +28,7 @@ from ddp_mnist.training.evaluation import EvalResult
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
-from tests.run_checks import net_that
+from tests.run_checks import net_that, told_once
 
 CLASSES = 4
 TASK = Classification([*map(str, range(CLASSES))])
@@ -214,6 +215,19 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
     assert len(evaluate._parted(alike, "train", 5).rows["train"]) == 1437
     with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
         evaluate._parted(alike, "validation", 5)
+
+
+def evaluate_on_other_images(run: str) -> Any:
+    if os.environ["RANK"] == "1":
+        images = dataclasses.replace(cache.load("digits"), digest="0")
+        evaluate.cache.load = lambda *_, **__: images
+    flags = Distribution(cpu=True)
+    return evaluate.evaluate_run(Evaluate(run, dataset="digits"), flags, find_launch(flags))
+
+
+def test_ranks_that_have_other_images_are_refused(alone: Path, tmp_path: Path) -> None:
+    outcomes = LocalWorld(2, evaluate_on_other_images, str(alone), folder=tmp_path).outcomes()
+    assert str(told_once(outcomes, 2)).startswith("the data's digest: rank 0 has ")
 
 
 NOTES = """

@@ -92,16 +92,6 @@ def test_a_run_that_cannot_begin_leaves_neither_a_folder_nor_a_link(
     assert create(None) == RUNS / "digits-002"
 
 
-def test_a_folder_called_latest_stays_and_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "runs" / "latest").mkdir(parents=True)  # as `cp -rL` leaves it
-    assert create(None) == Path("runs/digits-001")
-    assert names(tmp_path / "runs") == ["digits-001", "latest"]
-    assert "runs/latest: cannot be made a link to runs/digits-001" in capsys.readouterr().err
-    assert not (tmp_path / "runs" / "latest").is_symlink()
-
-
 def test_fault_06_a_place_that_cannot_be_written_is_noticed_before_training(tmp_path: Path) -> None:
     file = tmp_path / "runs"
     file.touch()

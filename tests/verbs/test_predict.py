@@ -329,7 +329,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
 ) -> None:
     """They are inverted, of any size and place, in uneven light, with noise."""
     images = cache.load(str(mnist))
-    assert read_json(mnist_run / "summary.json")["test_accuracy"] >= 0.988  # bf16 costs a little
+    assert read_json(mnist_run / "summary.json")["test_accuracy"] >= 0.99
     trained = model_file.from_bytes(model_file.read_bytes(str(mnist_run)), "")
     pixels, labels = of(images, "test").images[:ROWS], of(images, "test").labels[:ROWS].tolist()
     with torch.inference_mode():

@@ -1,7 +1,7 @@
 """Whole runs that something happens to. The number in a test's name is the fault's.
 
-Faults that concern one module are tested beside it, and those of the network in test_networks.py,
-under the same kind of name; `pytest -k fault_05` runs all of one number.
+Faults that concern one module are tested beside it, those of launchers and networks in machines/,
+under the same kind of name; `pytest -m "not soak and not gpu" -k fault_05` runs all of one number.
 """
 
 import contextlib
@@ -53,20 +53,6 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 # --- A process is lost
-
-
-def _command(arguments: list[str]) -> None:
-    """Run a command of this package in this process; it prints to out.txt and err.txt."""
-    from ddp_mnist import cli
-
-    for number, name in ((1, "out.txt"), (2, "err.txt")):
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    cli.main(arguments)
-
-
-def what_it_said(folder: Path, code: int = 0) -> Ended:
-    """Return what `_command` printed."""
-    return Ended(code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text())
 
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
@@ -227,6 +213,20 @@ def test_fault_03_fault_05_killed_or_refused_at_every_call_of_a_save(
 
 
 # --- Signals
+
+
+def _command(arguments: list[str]) -> None:
+    """Run a command of this package in this process; it prints to out.txt and err.txt."""
+    from ddp_mnist import cli
+
+    for number, name in ((1, "out.txt"), (2, "err.txt")):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    cli.main(arguments)
+
+
+def what_it_said(folder: Path, code: int = 0) -> Ended:
+    """Return what `_command` printed."""
+    return Ended(code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])

@@ -128,7 +128,7 @@ def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken
     assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
     assert two[0].summary["test_loss"] == pytest.approx(one.summary["test_loss"], rel=1e-9)
 
-    stop(proof("broken"), tmp_path, step=7, size=2, by=1)
+    stopped_at = stop(proof("broken"), tmp_path, step=7, size=2, by=1)
     again = watch.resumed(proof("broken"))
     for file, typed in ((own_file, "--loss my_loss:focal"), (net, "--model my_net:Net")):
         for module in ("my_loss", "my_net"):  # as in another process
@@ -138,7 +138,8 @@ def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken
         with pytest.raises(CheckpointError, match=f"the file of {typed} was changed since"):
             watch.just_train(again)
         file.write_text(text)
-    run_world(2, watch.just_train, again, folder=tmp_path)
+    [ended, _] = run_world(2, watch.just_train, again, folder=tmp_path)
+    assert ended["resumed_from"] == [stopped_at]
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
 
 

@@ -200,3 +200,10 @@ def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> 
     assert images.image_format.notes[1:] == [
         "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
     ]
+
+
+def test_each_oddity_of_a_mixed_set_is_counted(tmp_path: Path) -> None:
+    images = load(folder_of(tmp_path / "own", *[taken.make() for taken in TAKEN.values()]))
+    for note, count in Counter(taken.note for taken in TAKEN.values() if taken.note).items():
+        beginning = f"{2 * count} of {2 * len(TAKEN)} images had {note}"
+        assert any(said.startswith(beginning) for said in images.image_format.notes), note
