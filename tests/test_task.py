@@ -182,7 +182,7 @@ def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None
     with pytest.raises(DataError, match=f"{there}and was not used; add what is missing$"):
         read(spots)
     without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
-    with pytest.raises(DataError, match=f"{without_a_task}.*; give --task MODULE:CLASS"):
+    with pytest.raises(DataError, match=f"{without_a_task}.*, give --task MODULE:CLASS$"):
         cache.load(str(spots))
     (tmp_path / "parquet").mkdir()
     columns = {"image": [b"-"], "x": [1.0]}
