@@ -256,7 +256,8 @@ TEXTS = {
     "speed 1": ("1 process, 2 threads", "1 个进程，2 个线程"),
     "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程（DDP），各 1 个线程"),
     "measured note": (
-        "The cores are the same two: DDP adds none, and\nits exchange takes some. GPUs: not measured.",
+        "The cores are the same two: DDP adds none, and\n"
+        "its exchange takes some. GPUs: not measured.",
         "还是那两个核：DDP 没有增加算力，交换梯度还要\n占用一些。GPU 尚未实测。",
     ),
     "forecast": ("Forecast: share of a step that computes", "预测：一步中计算所占的份额"),
