@@ -190,7 +190,7 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
 
 
 @pytest.mark.parametrize("change", ["one more", "one edited"])
-def test_a_run_is_not_measured_on_a_folder_that_changed_since(
+def test_fault_42_a_run_is_not_measured_on_a_folder_that_changed_since(
     change: str, trained: Path, here: Path, typed: Typed
 ) -> None:
     """Unless it is named: then none is counted that the run was trained on."""
