@@ -21,9 +21,6 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.run_checks import told_once, with_flags
 
-Patch = pytest.MonkeyPatch
-
-
 # --- Loners: faults row 23
 
 
