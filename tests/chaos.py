@@ -30,6 +30,7 @@ RECIPES = {
 }
 FLAGS = "--dataset digits --epochs 6 --batch-size 72 --log-every 7 --checkpoint-every 4 --quiet"
 FLAGS += " --mixed-precision no --dist-timeout 20 --run-dir"
+PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
 # A lost rank ends the others within 5 s; later where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -133,6 +134,14 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 60, every_s: flo
 def newest_step(run: Path) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
     return next((checkpoint.step_of(path) for path in checkpoint.newest_first(run)), 0)
+
+
+def trains_on(run: Path, launcher: Started) -> int:
+    """Return the step of the newest checkpoint so far, once there is another one."""
+    step, ended = newest_step(run), launcher.process.poll
+    wait_until(lambda: newest_step(run) > step or ended() is not None, PATIENCE_S)
+    assert ended() is None, launcher.ended()
+    return step
 
 
 def is_alive(process: psutil.Process) -> bool:

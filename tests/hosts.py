@@ -19,9 +19,14 @@ SUBNETS = {4: "10.77.0.", 6: "fd77::"}
 NUMBERS = itertools.count()
 
 
+def require_root(what: str, program: str = "unshare") -> None:
+    """Skip the test where a namespace of its own cannot be made."""
+    if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which(program)):
+        pytest.skip(f"{what} needs Linux, root and {program}")
+
+
 def require_hosts() -> None:
-    if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip")):
-        pytest.skip("network namespaces need Linux, root and the ip command")
+    require_root("a network namespace", "ip")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this machine does not allow network namespaces")
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ import yaml
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.system.files import read_json
 from tests.commands import REPOSITORY, Started, all_succeed
+from tests.hosts import require_root
 
 pytestmark = pytest.mark.system
 DEPLOY = REPOSITORY / "deploy"
@@ -64,8 +64,7 @@ def test_the_trainjob_is_what_kubeflow_expects() -> None:
 
 def test_the_job_trains_on_two_pods(tmp_path: Path) -> None:
     """Where the name that the Service gives to rank 0's pod is known."""
-    if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare")):
-        pytest.skip("a name for one command needs Linux, root and unshare")
+    require_root("a name for one command")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost ddp-mnist-0.ddp-mnist\n")
     mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'

@@ -7,7 +7,6 @@
 import contextlib
 import functools
 import itertools
-import os
 import random
 import sys
 import time
@@ -30,6 +29,7 @@ from tests.commands import (
     Started,
     run_here,
 )
+from tests.hosts import require_root
 from tests.run_checks import apart
 
 TIMEOUT_S = 5  # --dist-timeout
@@ -283,8 +283,8 @@ def train_undisturbed(size: int, folder: Path, *more: str) -> None:
 def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
     starts: str, place: str, how: str, delay: str, tmp_path: Path, once: Callable[..., Path]
 ) -> None:
-    if starts == "pid 1" and not (sys.platform == "linux" and os.geteuid() == 0):
-        pytest.skip("a PID namespace needs Linux and root")
+    if starts == "pid 1":
+        require_root("a PID namespace")
     chance, size = random.Random(f"{starts}{place}{how}"), SIZES[starts]
     seconds = chance.uniform(0, 0.05) if delay == SOON else float(delay)
     trap = f"{place}/{how} after {seconds:.3f}/{chance.randrange(size)}"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_mnist.system.files import read_json
-from tests.chaos import newest_step, wait_until, workers_of
+from tests.chaos import PATIENCE_S, trains_on, wait_until, workers_of
 from tests.commands import SLOW, TORCHRUN, Started, fences_of, proof
 from tests.hosts import Hosts, require_flock, require_hosts
 from tests.run_checks import check_equal
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.system
 [FENCE] = [fence for fence in fences_of(Path("deploy/README.md")) if "--nnodes 1:2" in fence.body]
 EXPORT, COMMAND = map(shlex.split, FENCE.body.splitlines())
 CAN_JOIN = dict([EXPORT[1].split("=")])  # the variable without which no machine joins later
-PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
 # A lost agent is noticed after 15 s, as always: one that starves beats late. It is waited for 5 s
 # more, not 30.
 HASTE = "keep_alive_interval=1,keep_alive_max_attempt=15,last_call_timeout=5"
@@ -79,15 +78,6 @@ def resume_once_told_to_end(worker: psutil.Process) -> None:
 
     wait_until(told, PATIENCE_S)
     worker.resume()
-
-
-def trains_on(run: Path, agent: Started) -> int:
-    """Return the step of the newest checkpoint so far, once there is another one."""
-    step = newest_step(run)
-    ended = agent.process.poll
-    wait_until(lambda: newest_step(run) > step or ended() is not None, PATIENCE_S)
-    assert ended() is None, agent.ended()
-    return step
 
 
 def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(

@@ -16,7 +16,7 @@ from tests.chaos import (
     leftovers,
     newest_step,
     seconds_until_gone,
-    wait_until,
+    trains_on,
     workers_of,
 )
 from tests.commands import ACCELERATE, CONFIGS, TRAIN, Started
@@ -40,17 +40,13 @@ def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_lau
         train = [*TRAIN, *flags_of("patient", Path(name), "--cpu", "--resume", "auto")]
         return Started([*LAUNCHER, *train], tmp_path, {"OMP_NUM_THREADS": "1"})
 
-    def trains_on(step: int) -> None:
-        wait_until(lambda: newest_step(run) > step, 120)
-
     started = start()
-    trains_on(0)
+    trains_on(run, started)
     workers = {each.environ()["RANK"]: each for each in workers_of(started)}
     workers["1"].kill()
     assert seconds_until_gone([*workers.values()]) < 5
     assert status(run) == ("failed", 6)
-    first = newest_step(run)
-    trains_on(first)  # by itself
+    first = trains_on(run, started)  # by itself
     anew = workers_of(started)
     started.process.kill()
     assert seconds_until_gone(anew) < 5  # no orphan, and no second writer
@@ -63,7 +59,7 @@ def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_lau
     assert saved.startswith(f"ddp-mnist: error: SIGTERM: stopped after step {second} ")
 
     started = start()
-    trains_on(second)
+    assert trains_on(run, started) == second
     anew = workers_of(started)
     started.process.terminate()
     assert seconds_until_gone(anew) < 10
