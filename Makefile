@@ -104,7 +104,7 @@ doctor: $(READY) ## Check this machine, or several (MACHINE_RANK= MAIN_PROCESS_I
 verify: $(READY) ## Prove here that N processes train as one and resume exactly
 	@$(PY) -m ddp_mnist verify $(ARGS)
 
-bench: $(READY) ## Measure speed here: train.py over plain_ddp.py, 1 to N processes
+bench: $(READY) ## Measure speed here: fit over a plain loop, 1 to N processes
 	@$(PY) tools/bench.py $(ARGS)
 
 test: $(READY) ## Run the tests (about 2 minutes on 2 cores, no network)

@@ -39,6 +39,7 @@ from ddp_mnist.training.folder import SUMMARY
 from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
+from ddp_mnist.verbs.verify.mistakes import make_mistake
 
 
 def train(**flags: Any) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def train(**flags: Any) -> dict[str, Any]:
     """
     config = TrainConfig.of(_checked(flags, RunFlags, Recipe, Distribution))
     with _process_as_found():
-        summary = run_training(config, find_launch(config.distribution))
+        summary = run_training(config, find_launch(config.distribution), make_mistake)
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
     if not summary and not config.run.dry_run and file.exists():  # only on rank 0's machine
         summary = read_json(file)

@@ -31,7 +31,7 @@ PROOF += " --log-every 1 --run-dir"
 # slow.py, a net with which a run can be hit before it ends, and that leaves the cores to others
 SLOW = """
 import time
-from ddp_mnist.nets.ours import MLP
+from ddp_mnist.core.nets import MLP
 
 class Slow(MLP):
     def forward(self, x):

@@ -28,7 +28,7 @@ Maker = Callable[[Path], None]
 unfreeze = gc.unfreeze
 gc.disable()  # until all tests are collected: modules are no garbage
 
-preload("ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.verbs.evaluate")
+preload("ddp_mnist.train", "ddp_mnist.core.metrics", "ddp_mnist.verbs.evaluate")
 preload("ddp_mnist.verbs.doctor.verb", "tests.commands", "tests.run_checks")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")

@@ -14,6 +14,7 @@ import pytest
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core import recipe as core
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import STATUS
@@ -36,6 +37,11 @@ def recipe_of(processes: int = 1, **recipe: Any) -> ResolvedRecipe:
     return resolve_recipe(Recipe(**recipe), 1437, processes)
 
 
+def fit_recipe(**recipe: Any) -> core.Recipe:
+    """Return a recipe of the core for the digits."""
+    return core.Recipe(**{"epochs": 1, "batch_size": 72, "steps_per_epoch": 15, **recipe})
+
+
 def net_that(does: str) -> str:
     """Return the file of a Net that first does this with its images `x`."""
     return f"""
@@ -43,7 +49,7 @@ import os
 
 import torch
 
-from ddp_mnist.nets.ours import MLP
+from ddp_mnist.core.nets import MLP
 
 
 class Net(MLP):

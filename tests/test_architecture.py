@@ -13,24 +13,27 @@ from tests.commands import REPOSITORY
 PACKAGE = REPOSITORY / "ddp_mnist"
 # From the ground up. A name is a module of the top folder, or a folder; imports go down only.
 FLOORS = (
-    ("__init__", "errors"),
+    ("__init__", "errors", "core"),
     ("system", "config"),
-    ("data", "cluster", "metrics"),
+    ("data", "cluster"),
     ("task",),
     ("nets",),
-    ("training", "plain_ddp"),
+    ("training",),
     ("train",),
     ("verbs",),
     ("api", "cli"),
     ("__main__",),
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CORE = "ddp_mnist.core"
+# What the trainer's core must not need to be understood
+HOUSE = {"argparse", "filelock", "multiprocessing", "signal", "socket", "subprocess"}
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 
 @cache
 def files() -> dict[str, ast.Module]:
-    """Return the syntax tree of each module by its name, e.g. ddp_mnist.training.state."""
+    """Return the syntax tree of each module by its name, e.g. ddp_mnist.core.state."""
     trees = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
@@ -39,13 +42,20 @@ def files() -> dict[str, ast.Module]:
     return trees
 
 
-def names_in(tree: ast.Module) -> Iterator[str]:
-    """Yield all that a module imports anywhere, and each string that is a dotted name of ours."""
+def names_in(tree: ast.Module, module: str = "") -> Iterator[str]:
+    """Yield all that a module imports anywhere, and each string that is a dotted name of ours.
+
+    Relative imports are the core's, which is one folder, and may be copied under another name.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            assert (module.rpartition(".")[0], node.level) == (CORE, 1), module
+            base = ".".join(filter(None, [CORE, node.module]))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, "relative imports hide where they lead"
+            assert node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"^ddp_mnist(?:\.\w+)+$", node.value)
@@ -56,9 +66,19 @@ def imports() -> dict[str, set[str]]:
     """Return the modules of this package that each of them imports, perhaps a name in one."""
     found = {}
     for name, tree in files().items():
-        ours = [each for each in names_in(tree) if each.startswith("ddp_mnist")]
+        ours = [each for each in names_in(tree, name) if each.startswith("ddp_mnist")]
         modules = {each if each in files() else each.rpartition(".")[0] for each in ours}
         found[name] = modules - {name, "ddp_mnist"}
+    return found
+
+
+def closure(start: str) -> set[str]:
+    """Return the module and all that it imports of this package, to the ground."""
+    found, queue = set[str](), [start]
+    while queue:
+        if (module := queue.pop()) not in found:
+            found.add(module)
+            queue += imports()[module]
     return found
 
 
@@ -121,5 +141,15 @@ def test_no_circle_between_files() -> None:
 
 def test_only_the_cluster_opens_sockets_and_nobody_mocks() -> None:
     for name, tree in files().items():
-        assert "socket" not in names_in(tree) or name.startswith("ddp_mnist.cluster."), name
-        assert "unittest.mock" not in "\n".join(names_in(tree)), name
+        modules = [each.partition(".")[0] for each in names_in(tree, name)]
+        assert "socket" not in modules or name.startswith("ddp_mnist.cluster."), name
+        assert "unittest.mock" not in "\n".join(names_in(tree, name)), name
+
+
+def test_the_core_is_read_without_the_house() -> None:
+    """Neither flags, nor folders, locks, sockets, signals: not in what `fit` reaches."""
+    assert len(closure("ddp_mnist.core.fit")) >= 15
+    for module in closure("ddp_mnist.core.fit"):
+        found = {each.partition(".")[0] for each in names_in(files()[module], module)}
+        assert module.startswith(CORE) and not found & HOUSE, module
+    assert {unit(each) for each in imports()["ddp_mnist.core.__main__"]} == {"core"}

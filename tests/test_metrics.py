@@ -14,10 +14,10 @@ from sklearn import metrics as sk
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import rows_of_splits
+from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import FailedElsewhere, UsageError
-from ddp_mnist.metrics import find_score
 from ddp_mnist.system.files import read_json
+from ddp_mnist.task import find_score
 from ddp_mnist.training.model_file import from_bytes, read_bytes
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed
@@ -76,7 +76,7 @@ def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line(
     monkeypatch.chdir(digits)
     assert find_score("of_mine:recall_of_7")(np.array([7, 7]), np.array([7, 1])) == 0.5
     given = find_score(f"{sk.f1_score.__module__}:{sk.f1_score.__name__}")  # as from Python
-    assert given([0, 1, 2], [0, 1, 1]) == pytest.approx(5 / 9)
+    assert given(np.array([0, 1, 2]), np.array([0, 1, 1])) == pytest.approx(5 / 9)
     assert not taken & OF_PROBABILITIES
 
 

@@ -5,8 +5,10 @@
 
 Two comparisons, each in `--repeats` rounds after one that is discarded:
 
-    train.py over plain_ddp.py   what Accelerate, log lines and sync points cost
-    N processes over one         how far training scales; N would be perfect
+    fit over a plain loop   what Accelerate, log lines and sync points cost
+    N processes over one    how far training scales; N would be perfect
+
+The plain loop is `train_plain` below: the same batches, net and optimizer in DDP alone.
 
 Every process has one CPU thread, as under `make train` on two cores. Other programs on the machine
 change both sides of a ratio, but rarely by the same share: close them.
@@ -15,12 +17,14 @@ change both sides of a ratio, but rarely by the same share: close them.
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import backend_among, preload, run_world
@@ -29,20 +33,24 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.core.augment import augment, augmentation_table
+from ddp_mnist.core.batches import GlobalBatchSampler
+from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import subset
 from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.splits import rows_of_splits, subset
 from ddp_mnist.errors import DdpMnistError, one_line
-from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.task import make_task
-from ddp_mnist.train import fit
+from ddp_mnist.train import fit_recorded
+from ddp_mnist.training.recorded_run import RecordedRun
+from ddp_mnist.training.set_up import make_net_of
 from ddp_mnist.training.training_run import TrainingRun
 
 TEST_ROWS = 1000
 STEPS = 380  # optimizer steps in a measurement, at most: an epoch of MNIST
 TIMEOUT_S = 600.0  # of a measurement
 
-preload("ddp_mnist.train", "ddp_mnist.plain_ddp", "ddp_mnist.metrics")
+preload("ddp_mnist.train", "ddp_mnist.core.metrics")
 
 
 def main() -> None:
@@ -75,7 +83,7 @@ def measure(dataset: str, processes: int, repeats: int) -> None:
             )
             speeds[program].append(min(ranks))  # all wait for the slowest
     ours, plain = speeds["train", processes], speeds["plain", processes]
-    show(f"train.py over plain_ddp.py, {processes} processes", ours, plain)
+    show(f"fit over a plain loop, {processes} processes", ours, plain)
     for size in sizes[1:]:
         show(f"{size} processes over one", speeds["train", size], speeds["train", 1])
 
@@ -93,23 +101,54 @@ def show(name: str, over: Sequence[float], under: Sequence[float]) -> None:
 
 def images_per_s(kind: str, dataset: str, size: int) -> float:
     """Return the speed over all ranks of an epoch of at most STEPS full batches."""
-    flags = Distribution(mixed_precision="no", backend=backend_among(size))  # as plain_ddp.py
+    flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
-        images = cache.load(dataset)
-        pictures = images.image_format.pictures
-        full = resolve_recipe(Recipe(), len(images.rows["train"]), size, pictures=pictures)
+        images, device = cache.load(dataset), world.accelerator.device
+        image_format = images.image_format
+        full = resolve_recipe(
+            Recipe(), len(images.rows["train"]), size, pictures=image_format.pictures
+        )
         steps = min(STEPS, len(images.rows["train"]) // full.batch_size)
         recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)
+        task = make_task(recipe, short.classes, subset(short, "train"), device)
+        config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
+        make_net = partial(make_net_of, config, world, task, short, None)
+        run = TrainingRun(config, world, short, task, make_net, recipe.for_fit(image_format.kind))
         if kind == "plain":
-            _, seconds = train_plain(short, recipe, 0, torch.float32)
+            seconds = train_plain(run)
         else:
-            config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
-            device = world.accelerator.device
-            task = make_task(recipe, short.classes, subset(short, "train"), device)
-            run = TrainingRun(config, world, short, task, StopSignals())
-            seconds = fit(run)["train_seconds"]
+            seconds = fit_recorded(RecordedRun(run, StopSignals()))["train_seconds"]
         return steps * recipe.batch_size / seconds
+
+
+def train_plain(run: TrainingRun) -> float:
+    """Train an epoch with DistributedDataParallel alone. Return the seconds that it took."""
+    accelerator, recipe, seed = run.world.accelerator, run.recipe, run.config.run.seed
+    device, rank, size = accelerator.device, accelerator.process_index, accelerator.num_processes
+    rows, _, _ = rows_of_splits(run.images, device)
+    batches = GlobalBatchSampler(rows, recipe, seed)
+    share = recipe.batch_size // size
+    mine = slice(rank * share, (rank + 1) * share)
+    net = run.make_net().to(device)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True) if size > 1 else net
+    optimizer = make_optimizer(model, recipe)
+    batches.start_epoch(0)
+    if recipe.augment:
+        augmentations = augmentation_table(recipe, rows, seed, 0).to(device)
+    started = time.monotonic()
+    for step, batch in enumerate(batches):
+        inputs, labels, indices = rows.take(batch[mine])
+        if recipe.augment:
+            inputs = augment(inputs, augmentations[indices])
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate(step)
+        loss = run.task.training_loss(model(inputs.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.world.wait_for_gpu()  # the last steps are only queued so far
+    return time.monotonic() - started
 
 
 def first_rows(images: ImageData, train_rows: int) -> ImageData:

@@ -1,8 +1,6 @@
 """Choose what a process computes with: device, backend, precision, threads and which GPU."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,14 +136,3 @@ def gpu_of(local_rank: int) -> int:
     SLURM, or CUDA_VISIBLE_DEVICES, may show each rank only its own GPU, as number 0.
     """
     return local_rank % gpus()
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Compute float32 convolutions in full precision in the block; a GPU would use TF32."""
-    cudnn: Any = torch.backends.cudnn
-    before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        cudnn.conv.fp32_precision = before

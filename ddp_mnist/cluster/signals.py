@@ -9,12 +9,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddp_mnist.errors import FailedElsewhere, Preempted, Stopped
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, Preempted, Stopped
 
 # The exit code of each signal; if several arrived, the last one in this order counts.
 EXIT_CODES: dict[int, int] = {
@@ -34,7 +31,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
-        self.save: Callable[[], str] | None = None  # on every rank, at the same step
+        self.is_agreed_on = False  # whether all ranks learn of a signal, save, and stop together
         self.early_message = "stopped"  # what is said of a signal before that
         self.on_first_sigint: Callable[[], None] = lambda: None
         self.on_second_sigint: Callable[[], None] = lambda: None  # before the process ends
@@ -55,33 +52,21 @@ class StopSignals:
                     self.on_second_sigint()
                 finally:
                     os._exit(EXIT_CODES[number])
-        if self.save is None:
+        if not self.is_agreed_on:
             if is_first:
                 name = signal.Signals(number).name
                 raise Stopped(f"{name}: {self.early_message}", EXIT_CODES[number])
         elif number == signal.SIGINT and not again:
             self.on_first_sigint()
 
-    def ask(self, accelerator: "Accelerator") -> None:
-        """Sum all ranks' requests, then `save_and_raise_if`.
+    def ending(self, requests: Sequence[float], done: str, is_main_process: bool) -> DdpMnistError:
+        """Return what ends the run: `requests` are the sums over all ranks, of which some is not 0.
 
-        A collective: every rank must call it.
+        Preempted on the main process, FailedElsewhere with the same code on the others.
         """
-        import torch  # takes seconds, and signals are heard before that
-
-        mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
-        self.save_and_raise_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
-
-    def save_and_raise_if(self, requests: Sequence[float], is_main_process: bool) -> None:
-        """Save and end the run if the sums over all ranks of their `requests` show a signal.
-
-        Raise Preempted on the main process, FailedElsewhere with the same code on the others.
-        """
-        came = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks]
-        if came:
-            done = self.save() if self.save else "stopped"
-            error = Preempted if is_main_process else FailedElsewhere
-            raise error(f"{signal.Signals(came[-1]).name}: {done}", EXIT_CODES[came[-1]])
+        last = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks][-1]
+        error = Preempted if is_main_process else FailedElsewhere
+        return error(f"{signal.Signals(last).name}: {done}", EXIT_CODES[last])
 
 
 def end_at_signals() -> None:

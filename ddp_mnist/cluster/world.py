@@ -9,7 +9,6 @@ import functools
 import gc
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DDPCommunicationHookType, broadcast, is_lomo_available
-from torch import nn
+from accelerate.utils import is_lomo_available
 
 from ddp_mnist.cluster.device import Computing, decide, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
@@ -35,19 +33,10 @@ from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.core.accelerator import make_accelerator
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.system.deadline import with_deadline
 
-COMM_HOOKS = {
-    "none": DDPCommunicationHookType.NO,
-    "fp16": DDPCommunicationHookType.FP16,
-    "bf16": DDPCommunicationHookType.BF16,
-    "powersgd": DDPCommunicationHookType.POWER_SGD,
-}
-
-# By default PowerSGD begins to compress at step 1,000, which MNIST's default run does not reach. A
-# gradient of zeros cannot be orthogonalised without the epsilon.
-POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
 
 
@@ -72,16 +61,6 @@ class World(Computing):
         """Return once this process's GPU has done its work so far; at once on a CPU."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-# Bytes, not objects: objects travel as pickles, and unpickling runs the sender's code.
-def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
-    """Return rank 0's `content`, which is not empty, on every rank."""
-    device = accelerator.device
-    size = broadcast(torch.tensor(len(content), device=device)).item()
-    mine = bytearray(content if accelerator.is_main_process else size)
-    payload = broadcast(torch.frombuffer(mine, dtype=torch.uint8).to(device))
-    return payload.cpu().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -115,7 +94,15 @@ def join_world(
                 form_group(store, computing.backend, local_rank, flags.dist_timeout)
             on_gpu = computing.device == "cuda"
             export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
-            accelerator = make_accelerator(flags, computing)
+            # Its optimizer looks for a package on disk twice in each step: half a millisecond, and
+            # more if all ranks of a cluster search a network disk at once. Once is enough.
+            accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
+            accelerator = make_accelerator(
+                not on_gpu,
+                "no" if computing.precision == "fp64" else computing.precision,
+                None if computing.backend == "none" else computing.backend,
+                flags.comm_hook,
+            )
             if not launch.is_alone:
                 os.environ["LOCAL_RANK"] = str(local_rank)
             if accelerator.num_processes != launch.world_size:
@@ -147,7 +134,7 @@ def accelerate_as_found() -> Iterator[None]:
     or an earlier call would decide them for this run, or refuse another precision.
     """
     found = [dict(state._shared_state) for state in SHARED_STATES]
-    names = dict(vars(accelerate.optimizer))  # `make_accelerator` replaces one
+    names = dict(vars(accelerate.optimizer))  # `join_world` replaces one
     for state in SHARED_STATES:
         state._shared_state.clear()
     try:
@@ -173,28 +160,6 @@ def export_env(launch: Launch, local_rank: int) -> None:
         LOCAL_RANK=str(local_rank),
         MASTER_ADDR=str(launch.main_host),
         MASTER_PORT=str(launch.main_port),
-    )
-
-
-def make_accelerator(flags: Distribution, computing: Computing) -> Accelerator:
-    """Return the Accelerator of this process."""
-    backend, precision = computing.backend, computing.precision
-    # Its optimizer looks for a package on disk twice in each step: half a millisecond, and more if
-    # all ranks of a cluster search a network disk at once. Once is enough.
-    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
-    return Accelerator(
-        cpu=computing.device == "cpu",
-        mixed_precision="no" if precision == "fp64" else precision,
-        dynamo_backend="no",  # the model is compiled where it is built, before DDP wraps it
-        dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        kwargs_handlers=[
-            accelerate.InitProcessGroupKwargs(backend=None if backend == "none" else backend),
-            accelerate.DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True,
-                comm_hook=COMM_HOOKS[flags.comm_hook],
-                comm_state_option=POWERSGD if flags.comm_hook == "powersgd" else {},
-            ),
-        ],
     )
 
 
@@ -257,20 +222,3 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f" others within {timeout_s:g} s ({', '.join(offers)}); open all TCP ports between the"
             f" machines, or set {variable} to the interface that leads there"
         ) from error
-
-
-def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor) -> None:
-    """Do one forward and backward pass and discard the result, in fresh and resumed runs alike.
-
-    DDP regroups its gradient buckets after the first backward pass, which changes the order of
-    sums, and with it the last bits. The pass runs in eval mode, which leaves BatchNorm's statistics
-    alone, and with as many images as this rank trains on at once, because torch.compile would
-    compile for each other number.
-    """
-    share = micro_batch[: len(micro_batch) // accelerator.num_processes]
-    model.eval()
-    with warnings.catch_warnings():
-        # of weights for one input channel, whose strides in channels_last are as good as cuDNN's
-        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        model(share.to(accelerator.device)).sum().backward()
-    model.zero_grad()

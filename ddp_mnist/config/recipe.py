@@ -5,11 +5,12 @@ PRESETS has what --preset chooses.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.config.mistakes import MISTAKES, check_mistake
+from ddp_mnist.core import recipe as core
 from ddp_mnist.errors import UsageError, did_you_mean
 
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
@@ -162,17 +163,11 @@ class ResolvedRecipe(Recipe):
     def total_steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
-    def learning_rate(self, step: int) -> float:
-        """Return lr * min(1, (step + 1) / rising, (total_steps - step) / (total_steps - rising)).
-
-        It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0,
-        which it would reach one step after the last. As a function of the step alone, 0 <= step <
-        total_steps, it has no state to save, and several processes cannot step it twice.
-        """
-        rising = self.warmup * self.total_steps
-        up = (step + 1) / rising if rising > 0 else 1.0
-        down = (self.total_steps - step) / max(1.0, self.total_steps - rising)
-        return self.lr * min(1.0, up, down)
+    def for_fit(self, kind: str) -> core.Recipe:
+        """Return what `fit` needs to train on images of this kind, see `ImageFormat.kind`."""
+        names = [field.name for field in fields(core.Recipe)]
+        needed = {name: getattr(self, name) for name in names}
+        return core.Recipe(**needed | {"augment": kind if self.augment else ""})
 
 
 def resolve_recipe(

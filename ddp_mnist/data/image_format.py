@@ -35,6 +35,13 @@ class ImageFormat:
         """Whether the images are not bright strokes on black: pictures are augmented by default."""
         return not self.bright_on_black
 
+    @property
+    def kind(self) -> str:
+        """What augmentation calls these images: strokes, characters or pictures."""
+        if self.bright_on_black:
+            return "strokes"
+        return "characters" if self.characters else "pictures"
+
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "ImageFormat":
         """Rebuild from an `asdict` that went through JSON.

@@ -4,43 +4,42 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_mnist.config import own_code
-from ddp_mnist.data.image_format import ImageFormat, Shape
+from ddp_mnist.core.nets import MODELS, Shape
+from ddp_mnist.core.task import Classification, Task
+from ddp_mnist.core.wrappers import Normalised
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame, did_you_mean
-from ddp_mnist.nets.initial_weights import FROM_TENSORFLOW, load_weights
-from ddp_mnist.nets.ours import MODELS, is_known
-from ddp_mnist.nets.wrappers import GreyAsColour, Normalised
-from ddp_mnist.task import Task
 
-Factory = Callable[[int, Shape], nn.Module]
+Factory = Callable[[int, Shape], nn.Module]  # of the number of outputs and an image's shape
+# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
+# as for all others, and undoes that inside the net.
+FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
-def build_net(
-    name: str, task: Task, image_format: ImageFormat, weights: str | None = None
-) -> Normalised:
+def build_net(name: str, task: Task, image_format: ImageFormat) -> Normalised:
     """Return the net `name`, which takes a data set's pixels and returns the task's outputs.
 
-    The pixels are uint8 [B, C, H, W], the outputs float [B, outputs]: of classes, logits. The
-    weights are new, or those of --weights: see `load_weights`. Raise UsageError for a user's net
-    that cannot be made.
+    The pixels are uint8 [B, C, H, W], the outputs float [B, outputs]: of classes, logits. Raise
+    UsageError for a user's net that cannot be made.
     """
     shape, make = image_format.shape, factory_of(name)
     fix = "it is called with the number of outputs and (channels, height, width)"
+    # A view of an image may have other numbers, but has the same class.
+    shifted_views = name == "cnn_deep" and isinstance(task, Classification)
     with blame(f"--model {name}", UsageError, fix):
         net = make(task.outputs, shape)
-        model = Normalised(net, image_format)
+        model = Normalised(net, image_format.mean, image_format.std, shifted_views)
         if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
             with torch.no_grad():
                 model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
-    if weights:
-        load_weights(net, name, weights, task)
     return model.train()
 
 
 def factory_of(name: str) -> Factory:
-    """Return the net's factory, to be called with the number of outputs and an image's shape.
+    """Return the net's factory.
 
     Raise UsageError if the net does not exist, or its file cannot be imported.
     """
@@ -49,6 +48,11 @@ def factory_of(name: str) -> Factory:
     if is_known(name):
         return from_torchvision(name.partition(":")[2])
     return own_code.find("--model", name)
+
+
+def is_known(name: str) -> bool:
+    """Return whether the net is built in or torchvision's, not the user's own."""
+    return name in MODELS or name.startswith("torchvision:")
 
 
 def memory_format_of(name: str) -> torch.memory_format:
@@ -62,6 +66,17 @@ def memory_format_of(name: str) -> torch.memory_format:
 def has_batch_norm(net: nn.Module) -> bool:
     """Return whether the net has BatchNorm, whose results depend on how batches are split."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
+
+
+class GreyAsColour(nn.Module):
+    """A net for colour images that is given grey ones, as three equal channels."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.expand(-1, 3, -1, -1))
 
 
 def from_torchvision(name: str) -> Factory:

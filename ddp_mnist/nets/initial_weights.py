@@ -5,37 +5,45 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.nets.wrappers import GreyAsColour
+from ddp_mnist.nets.build import FROM_TENSORFLOW, GreyAsColour
 from ddp_mnist.system.locks import take
-from ddp_mnist.task import Task
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
-# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
-# as for all others, and undoes that inside the net.
-FROM_TENSORFLOW = ("googlenet", "inception_v3")
+
+
+class InitialWeights(NamedTuple):
+    """What --weights names."""
+
+    typed: str
+    entry: "WeightsEnum | None"  # torchvision's, if they have a name; else `typed` is their file
+
+    def __str__(self) -> str:
+        return str(self.entry or self.typed)
 
 
 # --- By name
 
 
-def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
-    """Return torchvision's entry for the weights; None if they are in a file, or not asked for.
+def find_weights(model: str, weights: str | None) -> InitialWeights | None:
+    """Return what --weights names for the net of --model; None without the flag.
 
     A name is a word in capitals, such as DEFAULT, perhaps after its class, as torchvision's pages
     write it: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
     """
-    if not weights or not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
+    if not weights:
         return None
+    if not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
+        return InitialWeights(weights, None)
     library, _, net = model.partition(":")
     if library != "torchvision":
         raise UsageError(
@@ -52,7 +60,7 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
             f"--weights {weights}: {model} has none of that name; choose from"
             f" {', '.join(sorted(names))}"
         )
-    return entries[name]
+    return InitialWeights(weights, entries[name])
 
 
 def file_of(entry: "WeightsEnum") -> Path:
@@ -83,18 +91,21 @@ def normalised_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) 
 # --- Load them into the net
 
 
-def load_weights(net: nn.Module, model: str, weights: str, task: Task) -> str:
+def load_weights(
+    net: nn.Module, model: str, weights: InitialWeights, names: list[str], outputs: int
+) -> str:
     """Load the tensors of --weights into the net of --model. Return their origin, in words.
 
-    If they were made for other classes, the net's last layer (the one registered last) keeps its
-    new weights. Raise UsageError if anything else does not fit.
+    If they were made for other classes than `names`, the net's last layer (the one registered last)
+    keeps its new weights for so many outputs. Raise UsageError if anything else does not fit.
     """
-    if entry := find_named(model, weights):
-        given, made_for = read_named(model, weights, entry)
+    typed, entry = weights
+    if entry:
+        given, made_for = read_named(model, typed, entry)
         cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
     else:
-        given, made_for = read_weights(weights)
-        cure, origin = "name the --model that it was made for", f"from {weights}"
+        given, made_for = read_weights(typed)
+        cure, origin = "name the --model that it was made for", f"from {typed}"
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
         net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
@@ -106,23 +117,23 @@ def load_weights(net: nn.Module, model: str, weights: str, task: Task) -> str:
     layer = [*own][-1].rpartition(".")[0]
     last = [key for key in own if key.rpartition(".")[0] == layer]
     other_sizes = [key for key in last if key in given and given[key].shape != own[key].shape]
-    if other_sizes or made_for not in (None, task.names):
-        if any(own[key].shape[:1] != (task.outputs,) for key in last):
+    if other_sizes or made_for not in (None, names):
+        if any(own[key].shape[:1] != (outputs,) for key in last):
             raise UsageError(
-                f"--weights {weights}: was made for other outputs, and the net's last layer,"
-                f" {layer}, does not give the {task.outputs}; define the layer that gives them last"
+                f"--weights {typed}: was made for other outputs, and the net's last layer,"
+                f" {layer}, does not give the {outputs}; define the layer that gives them last"
             )
         given |= {key: own[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
     own.clear()  # but for the layers' versions, which mnasnet needs
     own.update(given)
-    with blame(f"--weights {weights}", UsageError, cure):
+    with blame(f"--weights {typed}", UsageError, cure):
         net.load_state_dict(own)
     return origin
 
 
 def read_named(
-    model: str, weights: str, entry: "WeightsEnum"
+    model: str, typed: str, entry: "WeightsEnum"
 ) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return the tensors of torchvision's net with these weights, and the names of its classes.
 
@@ -132,7 +143,7 @@ def read_named(
     from torchvision.models import get_model
 
     file = file_of(entry)
-    with blame(f"--weights {weights}, for {file}", UsageError, f"bring {entry.url} there"):
+    with blame(f"--weights {typed}, for {file}", UsageError, f"bring {entry.url} there"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with take(file.with_name(f"{file.name}.lock"), wait=True):
             # get_model would run code in the file, and prints its progress

@@ -8,11 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist.data.image_format import Shape
-from ddp_mnist.data.seeding import seed_forward, seed_generators
+from ddp_mnist.core.nets import Shape
+from ddp_mnist.core.seeding import seed_forward, seed_generators
+from ddp_mnist.core.task import Classification, Task
+from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.nets.wrappers import Normalised
-from ddp_mnist.task import Classification, Task
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
 

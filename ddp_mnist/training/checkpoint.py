@@ -1,28 +1,21 @@
-"""Checkpoints: one file per step, complete or absent, read without running any code from it.
+"""Checkpoints in a run folder: one file per step, complete or absent.
 
-A file is the output of torch.save, followed by its 32-byte SHA-256. torch.load does not check the
-checksums inside the zip: of 200 flipped bits it loads 195 without an error.
-
-TrainingRun.save decides the content: the run's id, how many lines metrics.jsonl had, and
+RecordedRun.save decides the content: the run's id, how many lines metrics.jsonl had, and
 `State.content`.
 """
 
-import hashlib
-import io
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ddp_mnist.core import checkpoint
+from ddp_mnist.core.checkpoint import DAMAGED, is_whole
 from ddp_mnist.errors import CheckpointError, blame, reason
 from ddp_mnist.system.files import storage_errors, write_atomically
 from ddp_mnist.training.folder import CHECKPOINTS
 
-DIGEST_BYTES = hashlib.sha256().digest_size
 NAME = re.compile(r"step-(\d{8,})\.pt")
-DAMAGED = "is damaged or cut short: its SHA-256 does not match"
 
 
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
@@ -35,7 +28,7 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
     path = run / CHECKPOINTS / f"step-{step:08d}.pt"
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, to_bytes(content))
+        write_atomically(path, checkpoint.to_bytes(content))
         for old in newest_first(run)[keep:]:
             old.unlink(missing_ok=True)
 
@@ -52,29 +45,15 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def to_bytes(content: dict[str, Any]) -> bytes:
-    """Return the content of a checkpoint's file."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.write(hashlib.sha256(file.getbuffer()).digest())
-    return file.getvalue()
-
-
-def is_whole(raw: bytes) -> bool:
-    """Return whether `raw` ends with the digest of the rest, as `to_bytes` returned it."""
-    return hashlib.sha256(memoryview(raw)[:-DIGEST_BYTES]).digest() == raw[-DIGEST_BYTES:]
-
-
 def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
-    """Return the content that `to_bytes` was given, with all tensors on the CPU.
+    """Return the content of a checkpoint's file, with all tensors on the CPU.
 
     Raise CheckpointError if it is incomplete, or holds more than tensors and plain values.
     """
     if not is_whole(raw):
         raise CheckpointError(f"{where}: {DAMAGED}; remove it to use the one before")
     with blame(str(where), CheckpointError):  # whatever a malicious file makes the parser raise
-        file = io.BytesIO(memoryview(raw)[:-DIGEST_BYTES])
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return checkpoint.from_bytes(raw)
 
 
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:

@@ -32,6 +32,7 @@ CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library's words
+FOLDER_KEY = "run folder"  # the broadcast of its path
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}

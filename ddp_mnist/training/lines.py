@@ -4,7 +4,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ddp_mnist.training.evaluation import EvalResult, number_text, score_texts
+from ddp_mnist.core.evaluation import EvalResult
+from ddp_mnist.training.scores import number_text, score_texts
 
 
 def step_line(

@@ -10,15 +10,16 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.config import own_code
+from ddp_mnist.core.nets import VERSION
+from ddp_mnist.core.task import Task
+from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
-from ddp_mnist.nets.build import build_net
+from ddp_mnist.nets.build import build_net, is_known
 from ddp_mnist.nets.initial_weights import METADATA_KEY
-from ddp_mnist.nets.ours import VERSION, is_known
-from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole
-from ddp_mnist.task import Task, task_from
+from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
 
 
@@ -43,17 +44,12 @@ def to_bytes(
         "code": "" if is_known(architecture) else own_code.digest("--model", architecture),
         "preparation": dataclasses.asdict(image_format),
         "version": VERSION,
-        **({"task": about_task} if (about_task := task.about()) else {}),
+        **({"task": about_numbers} if (about_numbers := about_task(task)) else {}),
     }
-    return save(apart(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+    return save(cpu_copies(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
 
-def weights_digest(net: nn.Module) -> str:
-    """Return the SHA-256 of all weights and buffers."""
-    return hashlib.sha256(save(apart(net.state_dict()))).hexdigest()
-
-
-def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU: safetensors refuses tensors that share their memory."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
 
@@ -107,5 +103,4 @@ def from_bytes(content: bytes, where: str) -> TrainedModel:
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
         net.net.load_state_dict(state)
-    model = with_test_time_augmentation(net, name, task).eval()
-    return TrainedModel(net, model, name, task, image_format)
+    return TrainedModel(net, as_tested(net).eval(), name, task, image_format)

@@ -10,23 +10,29 @@ import torch
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.train_config import ResolvedConfig
-from ddp_mnist.data.augment import describe_augmentation
-from ddp_mnist.data.batches import rows_of_splits
+from ddp_mnist.core.task import Task
 from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import first_of, printable, shown_name
 from ddp_mnist.system.console import Console, count, named_lines
-from ddp_mnist.task import Task
+from ddp_mnist.training.folder import FOLDER_KEY
+from ddp_mnist.training.training_run import TrainingRun
+
+# How images of a kind are called, and what augmentation does to them
+KINDS = {
+    "strokes": ("images of strokes on black", "rotated, scaled, shifted"),
+    "characters": ("pictures of characters", "cropped, coloured"),
+    "pictures": ("pictures", "mirrored, cropped, coloured"),
+}
 
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns next to the name of a line
-FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
-def of_run(
-    config: ResolvedConfig, world: World, images: ImageData, task: Task, folder: Path | None
-) -> str:
+def plan_text(run: TrainingRun, folder: Path | None) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
+    config, world, images = run.config, run.world, run.images
     recipe, size = config.recipe, world.accelerator.num_processes
     train_rows, val_rows, test_rows = map(len, rows_of_splits(images))
     steps = recipe.steps_per_epoch
@@ -38,7 +44,7 @@ def of_run(
     compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
-        f" {test_rows:,} test images, {about_targets(images, task)}",
+        f" {test_rows:,} test images, {about_targets(images, run.task)}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **(by_class(images, recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.careful)),
@@ -67,7 +73,8 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
     A resumed run keeps its original settings, except these flags.
     """
     recipe, classes = config.recipe, len(images.classes)
-    kind, changed = describe_augmentation(images.image_format, recipe.augment)
+    kind, changed = KINDS[images.image_format.kind]
+    changed = changed if recipe.augment else "not augmented"
     parts = [
         f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
         " the steps",

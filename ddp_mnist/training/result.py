@@ -10,38 +10,32 @@ import torch
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
-from ddp_mnist.cluster.world import World
+from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
-from ddp_mnist.config.train_config import ResolvedConfig
+from ddp_mnist.core.evaluation import EvalResult
+from ddp_mnist.core.state import State
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.system.console import count, named_lines
-from ddp_mnist.training import evaluation
-from ddp_mnist.training.evaluation import EvalResult, number_text, score_texts
+from ddp_mnist.training import scores
 from ddp_mnist.training.folder import RunFolder
-from ddp_mnist.training.state import State
+from ddp_mnist.training.scores import number_text, score_texts
+from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import git_commit, package_versions
 
 
-def summarise(
-    config: ResolvedConfig,
-    world: World,
-    images: ImageData,
-    state: State,
-    test: EvalResult,
-) -> dict[str, Any]:
+def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any]:
     """Return summary.json: the result, and everything needed to judge it.
 
     Seconds are wall-clock, summed over the parts of a run that was resumed.
     """
-    progress, recipe = state.progress, config.recipe
+    config, world, images, progress = run.config, run.world, run.images, state.progress
+    recipe = config.recipe
     images_trained_on = progress.step * recipe.batch_size
-    named = find_named(recipe.model, recipe.weights)
     device = world.device_name
     gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
     return {
         "outcome": "finished",
-        "stopped_by": progress.stopped_by,
+        "stopped_by": flag_name(progress.stopped_by) if progress.stopped_by else None,
         "score_name": test.name,
         f"test_{test.name}": test.score,
         "test_loss": test.loss,
@@ -60,8 +54,8 @@ def summarise(
         "compile": world.compiled_by,
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
-        "loss_function": recipe.task or recipe.loss or evaluation.CROSS_ENTROPY,
-        "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
+        "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
+        "weights": str(run.weights) if run.weights else None,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.start_time, 3),
@@ -73,7 +67,7 @@ def summarise(
         "notes": [*images.warnings, *images.careful, *images.image_format.notes],
         "metrics": test.scores,
         **test.details,
-        **({"confusion": evaluation.packed(test.details["confusion"])} if images.classes else {}),
+        **({"confusion": scores.packed(test.details["confusion"])} if images.classes else {}),
         "machine": hardware.describe() | {"gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
@@ -94,7 +88,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     name, classes = outcome["score_name"], outcome["classes"]
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
-    loss = evaluation.shown_loss(outcome, outcome["test_loss"])
+    loss = scores.shown_loss(outcome, outcome["test_loss"])
     of = f"{images:,} images of {outcome['dataset']['name']}"
     result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
     lines = {

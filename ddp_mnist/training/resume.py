@@ -18,7 +18,6 @@ from ddp_mnist.config.train_config import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.evaluation import number_text
 from ddp_mnist.training.folder import (
     CONFIG,
     METRICS,
@@ -30,6 +29,7 @@ from ddp_mnist.training.folder import (
     without_link,
 )
 from ddp_mnist.training.saved_config import RUN_FORMAT
+from ddp_mnist.training.scores import number_text
 
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
-from ddp_mnist.config.train_config import ResolvedConfig
-from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import code_digest, own_digests, package_versions
 
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
@@ -13,10 +12,9 @@ from ddp_mnist.training.versions import code_digest, own_digests, package_versio
 RUN_FORMAT = 12
 
 
-def saved_config(
-    config: ResolvedConfig, world: World, images: ImageData, run_id: str, run_dir: str
-) -> dict[str, Any]:
+def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
     """Return the content of config.json; `run_dir` is the folder on rank 0's machine."""
+    config, world, images = run.config, run.world, run.images
     in_effect = {
         "backend": world.backend,
         "mixed_precision": world.precision,
@@ -43,8 +41,9 @@ def saved_config(
     }
 
 
-def must_be_equal(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
+def must_be_equal(run: TrainingRun) -> dict[str, Any]:
     """Return the values that must be equal on every rank, by the names that users know."""
+    config, images = run.config, run.images
     flags = {
         flag_name(field): getattr(group, field.name)
         for group in (config.run, config.recipe, config.distribution)
@@ -54,7 +53,7 @@ def must_be_equal(config: ResolvedConfig, world: World, images: ImageData) -> di
     own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
     others = {"the data's digest": images.digest}
     others |= {"the images that --weights has seen": str(sum(images.left_out))}
-    return flags | others | own_code | how_it_computes(world)
+    return flags | others | own_code | how_it_computes(run.world)
 
 
 def how_it_computes(world: World) -> dict[str, Any]:

@@ -5,15 +5,14 @@ Only the process that has the run folder has them. A slow one holds up the steps
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate.tracking import filter_trackers, get_available_trackers
 
-from ddp_mnist.cluster.world import World
-from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.training_run import TrainingRun
 
 PROJECT, FOLDER = "ddp_mnist", "tracking"
 
@@ -33,12 +32,12 @@ def known_trackers(trackers: str | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracked(config: ResolvedConfig, folder: RunFolder, world: World) -> Iterator[None]:
-    """Log the block's metrics to the trackers too.
+def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
+    """Log the block's metrics to the trackers of these names too.
 
     Raise UsageError if one cannot be started, StorageError if one fails.
     """
-    names = known_trackers(config.run.trackers) if folder.path else []
+    config, world = run.config, run.world
     if folder.path is None or not names:
         yield
         return

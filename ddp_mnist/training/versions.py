@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_mnist.config import own_code
 from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.nets.ours import is_known
+from ddp_mnist.nets.build import is_known
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 

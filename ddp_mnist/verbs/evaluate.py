@@ -13,16 +13,20 @@ import numpy as np
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.cluster.world import broadcast_bytes, join_world
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import own_code
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags
+from ddp_mnist.core.accelerator import broadcast_bytes
+from ddp_mnist.core.batches import Rows
+from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
+from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, subset
 from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import (
     CheckpointError,
     DataError,
@@ -34,8 +38,8 @@ from ddp_mnist.errors import (
 )
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, as_json, warn
-from ddp_mnist.task import Classification, options_of
-from ddp_mnist.training import evaluation, folder, model_file
+from ddp_mnist.task import find_loss, find_score, options_of
+from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
@@ -60,6 +64,7 @@ def evaluate_run(
         store, accelerator = world.store, world.accelerator
         content = model_file.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
+        more = {n: find_score(n) for n in config["metrics"]} if store.rank == 0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
@@ -72,11 +77,12 @@ def evaluate_run(
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, task = trained.model.to(accelerator.device), trained.task
         if isinstance(task, Classification):
-            task = Classification(task.classes, loss, config["metrics"])
-        loader = evaluation.make_eval_loader(accelerator, rows, flags.batch_size)
-        metrics = evaluation.evaluate_split(accelerator, model, loader, task)
+            task = Classification(task.classes, find_loss(loss), more)
+        loader = make_eval_loader(accelerator, rows, flags.batch_size)
+        metrics = evaluate_split(accelerator, model, loader, task)
         if not accelerator.is_main_process:
             return None
+        scores.warn_unless_finite(metrics)
         return {
             "run": run,
             "split": flags.split,
@@ -85,7 +91,7 @@ def evaluate_run(
             "notes": [*images.warnings, *images.careful, *images.image_format.notes],
             "classes": images.classes,
             "inject": config["inject"],
-            "loss_function": config["task"] or loss or evaluation.CROSS_ENTROPY,
+            "loss_function": config["task"] or loss or scores.CROSS_ENTROPY,
             "score_name": metrics.name,
             **metrics.as_json(),
         }
@@ -111,7 +117,6 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
-    evaluation.check_scores(found["metrics"])
     return found
 
 
@@ -216,10 +221,10 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return score, loss and the confusion matrix, or the worst of it if that is large."""
     names, score = [shown_name(name) for name in metrics["classes"]], metrics["score_name"]
-    by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
-    loss = evaluation.shown_loss(metrics, metrics["loss"])
-    numbers = [f"{score} {evaluation.number_text(metrics[score])}", loss]
-    numbers += evaluation.score_texts(metrics["scores"])
+    by_class = _worst if len(names) > scores.MANY_CLASSES else _matrix
+    loss = scores.shown_loss(metrics, metrics["loss"])
+    numbers = [f"{score} {scores.number_text(metrics[score])}", loss]
+    numbers += scores.score_texts(metrics["scores"])
     data = printable(metrics["dataset"]["name"])
     lines = [
         *wrong_on_purpose(metrics["inject"]),
@@ -264,5 +269,5 @@ def _worst(
     for share, label in sorted(known)[:MOST_SHOWN]:
         yield f"{share:>8.4f}   {matrix[label].sum():>6,}   {names[label]}"
     yield "images   most often taken for another (--json has all)"
-    for label, guess, rows in evaluation.most_confused(matrix, MOST_SHOWN):
+    for label, guess, rows in scores.most_confused(matrix, MOST_SHOWN):
         yield f"{rows:>6,}   {names[label]}, taken for {names[guess]}"

@@ -24,6 +24,7 @@ from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame, printable
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
+from ddp_mnist.task import about_task
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.flags import EXPORTS, Export
@@ -158,7 +159,7 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
     names = json.dumps(task.names, ensure_ascii=False)
     output = f"logits: float32 [batch, {task.outputs}], in the order of classes; their softmax are"
     output += " probabilities"
-    if about := task.about():
+    if about := about_task(task):
         output = f"logits: float32 [batch, {task.outputs}], what {about['task']} predicts from,"
         output += f" with mean {about['mean']} and std {about['std']}, of {names}"
     return {

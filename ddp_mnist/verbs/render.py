@@ -8,7 +8,7 @@ import jinja2
 
 from ddp_mnist.errors import printable
 from ddp_mnist.system.console import as_json
-from ddp_mnist.training.evaluation import number_text
+from ddp_mnist.training.scores import number_text
 
 
 def markdown(text: str) -> str:

@@ -23,18 +23,19 @@ import PIL.Image
 import torch
 
 from ddp_mnist.config.flag_fields import flag_name
+from ddp_mnist.core.batches import eval_batch_size
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import eval_batch_size, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
-from ddp_mnist.training.evaluation import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.training.result import changed_since
+from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render

@@ -26,17 +26,13 @@ TERM, USR1, HUP, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIG
         ([2000, 2095, 0, 1], "SIGINT", 130),
     ],
 )
-def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
+def test_every_rank_ends_with_the_strongest_signals_code(
     requests: list[float], name: str, code: int
 ) -> None:
     for is_main_process, kind in ((True, Preempted), (False, FailedElsewhere)):
-        stop = StopSignals()
-        stop.save = save = Mock(return_value="stopped after step 5 and saved")
-        stop.save_and_raise_if([0.0] * 4, is_main_process)  # no signal came
-        with pytest.raises(kind, match=f"^{name}: stopped after step 5 and saved$") as raised:
-            stop.save_and_raise_if(requests, is_main_process)
-        assert (raised.value.code, raised.value.agreed) == (code, is_main_process)
-        save.assert_called_once_with()
+        error = StopSignals().ending(requests, "stopped after step 5", is_main_process)
+        assert (type(error), str(error)) == (kind, f"{name}: stopped after step 5")
+        assert (error.code, error.agreed) == (code, is_main_process)
 
 
 # --- Hearing them
@@ -93,10 +89,8 @@ def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurr
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) -> None:
     with listen() as stop, patch("os._exit") as ended:
-        stop.save, stop.on_second_sigint = (
-            str if saves else None,
-            Mock(side_effect=StorageError("full")),
-        )
+        stop.is_agreed_on = saves
+        stop.on_second_sigint = Mock(side_effect=StorageError("full"))
         with contextlib.nullcontext() if saves else pytest.raises(Stopped):
             os.kill(os.getpid(), INT)
         os.kill(os.getpid(), INT)  # the same press, passed on by a notebook

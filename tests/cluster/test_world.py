@@ -31,7 +31,7 @@ def train_beside_a_group_of_one() -> Any:
 
 def train_where_accelerate_sees_one_process() -> Any:
     """Train as under a launcher that Accelerate does not understand."""
-    world.Accelerator = lambda **_: SimpleNamespace(num_processes=1)
+    world.make_accelerator = lambda *_: SimpleNamespace(num_processes=1)
     return just_train(proof_config())
 
 

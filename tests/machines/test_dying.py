@@ -101,14 +101,14 @@ def prepare():
     """Strike at each place that comes after the import of the net."""
     from ddp_mnist import train
     from ddp_mnist.data import cache
-    from ddp_mnist.training.training_run import TrainingRun
+    from ddp_mnist.training.recorded_run import RecordedRun
 
     before(cache, "load", "decoding")
     before(train, "warm_up_ddp", "first step")
     before(train, "seed_forward", "training", lambda device, what, seed, step, rank: step == 25)
-    before(TrainingRun, "phase", "validation", lambda run, name: name == "validation")
-    before(TrainingRun, "phase", "test", lambda run, name: name == "test")
-    before(TrainingRun, "save", "saving", lambda run, state: state.progress.step >= 20)
+    before(RecordedRun, "phase", "validation", lambda run, name: name == "validation")
+    before(RecordedRun, "phase", "test", lambda run, name: name == "test")
+    before(RecordedRun, "save", "saving", lambda run, state: state.progress.step >= 20)
 '''
 # Before PyTorch is imported: `host_id`, which is looked up at the meeting, asks for the name.
 SITE = """

@@ -146,17 +146,6 @@ def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:
     assert (summary["device"], summary["backend"], summary["precision"]) == ("cpu", "gloo", "no")
 
 
-@pytest.mark.parametrize("processes", [None, "2"])
-def test_the_plain_loop_learns(processes: str | None, tmp_path: Path) -> None:
-    """In one process, and in two, which share a GPU if there is one alone."""
-    plain = ["-m", "ddp_mnist.plain_ddp", "--dataset", "digits"]
-    start = [*TORCHRUN, "--standalone", "--nproc-per-node", processes] if processes else []
-    ended = python(*start, *plain, folder=tmp_path)
-    assert ended.code == 0, ended.err
-    accuracy = float(ended.out.partition("test accuracy ")[2].split()[0])
-    assert accuracy >= 0.975
-
-
 def test_the_doctor_accepts_the_machine(tmp_path: Path) -> None:
     ended = python("-m", "ddp_mnist", "doctor", "--dataset", "digits", *PLACE, folder=tmp_path)
     assert ended.code == 0, ended.out

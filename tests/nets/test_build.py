@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.nets.build import build_net, has_batch_norm
-from ddp_mnist.nets.ours import is_known
+from ddp_mnist.nets.build import build_net, has_batch_norm, is_known
 from ddp_mnist.task import Classification
 from tests.data_sets import COLOUR, GREY
 

@@ -15,15 +15,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torchvision import models
 from torchvision.transforms import v2
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.build import build_net, factory_of
-from ddp_mnist.nets.initial_weights import load_weights
+from ddp_mnist.nets.initial_weights import find_weights, load_weights
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
@@ -33,6 +35,20 @@ from tests.data_sets import COLOUR, GREY, flat, write_noise
 NET, FILE = "torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
 ENTRY = models.SqueezeNet1_1_Weights.IMAGENET1K_V1
 PLAIN = ImageFormat((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], False, False)
+
+
+def load(net: nn.Module, name: str, typed: str, task: Classification) -> str:
+    """Load what --weights names into the net `name`; return its origin."""
+    weights = find_weights(name, typed)
+    assert weights
+    return load_weights(net, name, weights, task.names, task.outputs)
+
+
+def begun(name: str, task: Classification, image_format: ImageFormat, typed: str) -> Normalised:
+    """Return a net that begins with what --weights names."""
+    net = build_net(name, task, image_format)
+    load(net.net, name, typed, task)
+    return net
 
 
 @pytest.fixture
@@ -63,7 +79,7 @@ def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: 
     ):
         line = f"--weights {name}: torchvision:{net} has none of that name; choose from DEFAULT, "
         with pytest.raises(UsageError, match=f"^{line}") as raised:
-            initial_weights.find_named(f"torchvision:{net}", name)
+            initial_weights.find_weights(f"torchvision:{net}", name)
         assert "FEATURES" not in str(raised.value).partition("; ")[2]
     ended = typed("train", "--dataset", "no_such_folder", "--weights", "DEFAULT")
     assert ended.err.startswith("ddp-mnist: error: --weights DEFAULT: the default net has none by ")
@@ -109,7 +125,7 @@ def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisi
     assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
     torch.save(Path("x"), torchvisions / FILE)
     with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
-        build_net(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
+        begun(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
 
 
 # --- Into the net, and before it
@@ -123,17 +139,17 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
     ):
         lay(torchvisions / file, net, **options)
         name = f"torchvision:{net}"
-        entry = initial_weights.find_named(name, "DEFAULT")
+        entry: Any = getattr(find_weights(name, "DEFAULT"), "entry", None)
         assert entry and initial_weights.size_of(entry) == 224
         prepared = initial_weights.normalised_for(entry, name, PLAIN)
-        ours = build_net(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
+        ours = begun(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
         theirs = models.get_model(net, weights=entry).eval()
         images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
         normalise = v2.Normalize(entry.transforms().mean, entry.transforms().std)
         with torch.no_grad():
             expected, found = theirs(normalise(images / 255)), ours(images)
         assert torch.allclose(found, expected, atol=1e-4), net
-        other = build_net(name, Classification([*"ab"]), prepared, "DEFAULT").net.state_dict()
+        other = begun(name, Classification([*"ab"]), prepared, "DEFAULT").net.state_dict()
         given = theirs.state_dict()
         differ = [key for key in given if not torch.equal(given[key], other[key])]
         assert len(differ) == 2 and [*given][-2:] == differ, net
@@ -150,7 +166,7 @@ def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> No
     """It refuses tensors without the version of its layers."""
     new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
     grey = ImageFormat((1, 64, 64), (0.1,), (0.3,), [], False, False)
-    net = build_net(
+    net = begun(
         "torchvision:mnasnet0_5", Classification([*"abc"]), grey, "DEFAULT"
     ).net.state_dict()
     assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
@@ -225,10 +241,10 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
 ) -> None:
     file, given, five = tmp_path / f"weights{ending}", state(), Classification([*"abcde"])
     write_weights(file, given)
-    same = build_net("cnn", XYZ, COLOUR, str(file)).net.state_dict()
+    same = begun("cnn", XYZ, COLOUR, str(file)).net.state_dict()
     assert all(torch.equal(same[name], given[name]) for name in given)
     net = build_net("cnn", five, COLOUR).net
-    assert load_weights(net, "cnn", str(file), five) == f"from {file}; {AGAIN}"
+    assert load(net, "cnn", str(file), five) == f"from {file}; {AGAIN}"
     new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
@@ -255,7 +271,7 @@ def test_a_file_that_holds_no_weights_of_this_net_is_refused(
     file = tmp_path / f"weights{ending}"
     write(file)
     with pytest.raises(UsageError, match=rf"^--weights {file}: {line}") as raised:
-        build_net("cnn", ABC, COLOUR, str(file))
+        begun("cnn", ABC, COLOUR, str(file))
     assert "weights_only" not in str(raised.value)  # torch's advice to run what is in the file
 
 
@@ -264,6 +280,6 @@ def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes() -> Non
     trained = state()
     Path("w.safetensors").write_bytes(model_file.to_bytes(trained, "cnn", ABC, COLOUR))
     net = build_net("cnn", ABC, COLOUR).net
-    assert load_weights(net, "cnn", "w.safetensors", ABC) == "from w.safetensors"
+    assert load(net, "cnn", "w.safetensors", ABC) == "from w.safetensors"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
-    assert load_weights(net, "cnn", "w.safetensors", XYZ).endswith(AGAIN)
+    assert load(net, "cnn", "w.safetensors", XYZ).endswith(AGAIN)

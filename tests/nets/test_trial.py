@@ -13,7 +13,7 @@ from ddp_mnist.nets import trial
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
-from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
 from tests.data_sets import COLOUR
@@ -135,13 +135,13 @@ def test_a_net_that_views_its_maps_and_has_a_layer_under_two_names_trains_and_is
 def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
     own_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = TrainingRun.finish
+    finish = RecordedRun.finish
 
     def edit_first(*arguments: Any) -> dict[str, Any]:
         own_file.write_text(OWN + "# edited")
         return finish(*arguments)
 
-    monkeypatch.setattr(TrainingRun, "finish", edit_first)
+    monkeypatch.setattr(RecordedRun, "finish", edit_first)
     watch.just_train(watch.proof_config(model="own_net:Net", epochs=1))
     monkeypatch.delitem(sys.modules, "own_net")  # as in another process
     with pytest.raises(CheckpointError, match=r"^run: the file of --model own_net:Net was chan"):

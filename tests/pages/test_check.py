@@ -12,7 +12,7 @@ from tests.commands import REPOSITORY
 CHECK: dict[str, Any] = runpy.run_path(str(REPOSITORY / "docs" / "check.py"))
 ENGLISH = """# A page
 
-See [the part](#a-part), `training/state.py` and **bold**. It took 1.25 s with `--epochs 3`.
+See [the part](#a-part), `core/state.py` and **bold**. It took 1.25 s with `--epochs 3`.
 
 ## A part
 
@@ -30,8 +30,8 @@ ls -l
 
 </details>
 
-```python ddp_mnist/train.py
-    run.save(state)
+```python ddp_mnist/core/fit.py
+    run.phase("test")
 ```
 """
 CHINESE = ENGLISH.replace("A page", "一页").replace("A drawing", "图").replace("took", "用时")
@@ -78,16 +78,20 @@ def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
         ("See [", "$$x$$ See [", "'$$' is not drawn everywhere"),
         ("| 1 | 2 |", "| 1 | 2 | 3 |", "line 9: the table's rows have unequally many cells"),
         ("</details>", "", "<details> without an end"),
-        ("    run.save(state)\n```\n", "    run.save(state)\n", "line 21: a fence without an end"),
+        (
+            '    run.phase("test")\n```\n',
+            '    run.phase("test")\n',
+            "line 21: a fence without an end",
+        ),
         ("```sh fails", "```bash", "line 15: a fence of bash; write sh, python or text"),
         ("```sh fails", "```sh later", "line 15: unknown mark later; choose from fails, gpu"),
         ("ls -l", "ls (", "line 15: bash cannot parse it"),
-        ("run.save(state)", "run.keep(state)", "ddp_mnist/train.py does not have these lines"),
+        ('run.phase("test")', "run.keep(state)", "ddp_mnist/core/fit.py does not have these lines"),
         ("![A drawing]", "![]", "figures/ddp.en.svg: has no alternative text"),
         ("ddp.en.svg", "gone.svg", "figures/gone.svg: cannot be drawn"),
         ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
         ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
-        ("`training/state.py`", "`training/gone.py`", "training/gone.py: there is no such file"),
+        ("`core/state.py`", "`training/gone.py`", "training/gone.py: there is no such file"),
     ],
 )
 def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path, Path]) -> None:
@@ -101,7 +105,7 @@ def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path,
     [
         ("## A part", "### A part", "headings' levels differ from page.md"),
         ("ls -l", "ls -a", "commands differ from page.md: 'ls -l"),
-        ("run.save(state)", "progress = run.begin_or_resume(state)", "code differ from page.md"),
+        ('run.phase("test")', "run.begin(state)", "code differ from page.md"),
         ("1.25", "1.26", "figures differ from page.md: '1.25'"),
         ("(#a-part)", "(page.md)", "links differ from page.md"),
         ("用时", "用时 很长", "a space or a line break between Chinese letters"),

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
+from ddp_mnist.core.nets import MODELS
 from ddp_mnist.errors import causes
-from ddp_mnist.nets.ours import MODELS
 from tests.commands import REPOSITORY, run_here
 
 pytestmark = pytest.mark.system

@@ -15,18 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ddp_mnist.core.checkpoint import DAMAGED, DIGEST_BYTES, to_bytes
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.checkpoint import (
-    DAMAGED,
-    from_bytes,
-    newest_first,
-    read_newest,
-    save,
-    to_bytes,
-)
+from ddp_mnist.training.checkpoint import from_bytes, newest_first, read_newest, save
 
-END = checkpoint.DIGEST_BYTES  # the digest, behind the rest
+END = DIGEST_BYTES  # the digest, behind the rest
 
 
 def content(step: int = 0) -> dict[str, Any]:

@@ -12,12 +12,15 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     images: Any = SimpleNamespace(digest="abc", left_out=[])
     world: Any = SimpleNamespace(backend="gloo", precision="bf16", compiled_by=None)
     own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
-    first, second = (
-        must_be_equal(ResolvedConfig(run, distribution, recipe=recipe_of()), world, images)
-        for run, distribution in (
+    runs: Any = (
+        SimpleNamespace(
+            config=ResolvedConfig(*flags, recipe=recipe_of()), world=world, images=images
+        )
+        for flags in (
             (RunFlags(dataset="digits"), Distribution(mixed_precision="auto", backend="auto")),
             (RunFlags(dataset="/data", run_dir="x", cache_dir="y", quiet=True), own),
         )
     )
+    first, second = map(must_be_equal, runs)
     assert first == second
     assert (first["--mixed-precision"], first["--backend"]) == ("bf16", "gloo")

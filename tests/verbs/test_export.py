@@ -21,10 +21,10 @@ from PIL.ExifTags import Base
 from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import free_port, run_world
+from ddp_mnist.core.nets import MODELS
+from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.nets.ours import MODELS
-from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
@@ -69,9 +69,14 @@ def write(run: Path, *formats: str, out: Path | None = None) -> None:
 
 
 def untrained(name: str, image_format: ImageFormat) -> model_file.TrainedModel:
-    net = Normalised(MODELS[name](10, image_format.shape), image_format).eval()
+    net = Normalised(
+        MODELS[name](10, image_format.shape),
+        image_format.mean,
+        image_format.std,
+        shifted_views=name == "cnn_deep",
+    ).eval()
     task = Classification(KINDS)
-    model = with_test_time_augmentation(net, name, task)
+    model = as_tested(net)
     return model_file.TrainedModel(net, model, name, task, image_format)
 
 

@@ -21,11 +21,11 @@ from matplotlib.figure import Figure
 from PIL.ExifTags import Base
 from tqdm.utils import disp_len
 
+from ddp_mnist.core.nets import CNN
+from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
-from ddp_mnist.nets.ours import CNN
-from ddp_mnist.nets.wrappers import Normalised
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
@@ -43,7 +43,7 @@ UNREADABLE = "of no format that Pillow knows"
 def model() -> Normalised:
     """A net that nobody trained, but with an opinion of its own."""
     torch.manual_seed(3)
-    model = Normalised(CNN(10, GREY.shape), GREY).eval()
+    model = Normalised(CNN(10, GREY.shape), GREY.mean, GREY.std).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)

@@ -310,15 +310,16 @@ def test_fault_13_control_c_twice(tmp_path: Path) -> None:
 
 def _typed(arguments: list[str]) -> None:
     """Run a command whose every step takes a while."""
-    from ddp_mnist.training.meter import Meter
+    from ddp_mnist.core.meter import Meter
 
     update = Meter.update
 
     def slowly(*arguments: Any) -> None:
-        time.sleep(0.2)
+        time.sleep(0.4)
         update(*arguments)
 
-    with patch.object(Meter, "update", slowly):  # both signals come before a sync point
+    # both signals come before the next sync point, four steps later, on a busy machine too
+    with patch.object(Meter, "update", slowly):
         _command(arguments)
 
 

@@ -21,16 +21,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist import train
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import Computing, decide
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
+from ddp_mnist.config.recipe import Recipe as TrainRecipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
+from ddp_mnist.core import fit
+from ddp_mnist.core.recipe import Recipe
+from ddp_mnist.core.state import Progress
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.state import Progress
 from ddp_mnist.verbs.verify.watch import just_train, resumed, what_stays
 from tests.data_sets import few_digits
 
@@ -50,7 +51,7 @@ PROCESSES = 2
 def config(run_dir: str, **recipe: Any) -> TrainConfig:
     return TrainConfig(
         RunFlags(dataset="few", run_dir=run_dir, log_every=3, quiet=True),
-        Recipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
+        TrainRecipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
         Distribution(cpu=True, dist_timeout=60),
     )
 
@@ -81,8 +82,8 @@ def fp16_on_a_cpu(
     A gradient of the last rank is infinite at the steps `overflows`, and in step `until` it gets
     SIGTERM.
     """
-    make_accelerator, make_optimizer = world.make_accelerator, train.make_optimizer
-    rate_of, stepped = ResolvedRecipe.learning_rate, Progress.count_step
+    make_accelerator, make_optimizer = world.make_accelerator, fit.make_optimizer
+    rate_of, stepped = Recipe.learning_rate, Progress.count_step
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
@@ -98,7 +99,7 @@ def fp16_on_a_cpu(
         made.native_amp, made.scaler = True, scalers[0]  # as its __init__ does for a GPU
         return made
 
-    def optimizer(net: nn.Module, recipe: ResolvedRecipe, scaler: Any) -> torch.optim.AdamW:
+    def optimizer(net: nn.Module, recipe: Recipe, scaler: Any) -> torch.optim.AdamW:
         assert scaler is scalers[0]
         made = make_optimizer(net, recipe, scaler)
         assert isinstance(made, torch.optim.AdamW)
@@ -110,7 +111,7 @@ def fp16_on_a_cpu(
     def overflow(gradient: Tensor) -> Tensor | None:
         return torch.full_like(gradient, math.inf) if is_last and step[0] in overflows else None
 
-    def rate(recipe: ResolvedRecipe, now: int) -> float:
+    def rate(recipe: Recipe, now: int) -> float:
         step[0] = now
         if is_last and now == until:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -125,8 +126,8 @@ def fp16_on_a_cpu(
     with (
         patch.object(world, "decide", in_fp16),
         patch.object(world, "make_accelerator", accelerator),
-        patch.object(train, "make_optimizer", optimizer),
-        patch.object(ResolvedRecipe, "learning_rate", rate),
+        patch.object(fit, "make_optimizer", optimizer),
+        patch.object(Recipe, "learning_rate", rate),
         patch.object(Progress, "count_step", watched),
     ):
         try:

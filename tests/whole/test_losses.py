@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core.batches import Rows
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
 from ddp_mnist.system.files import read_json
-from ddp_mnist.task import Classification, balanced, make_task
+from ddp_mnist.task import Classification, balanced, find_loss, make_task
 from ddp_mnist.training.model_file import from_bytes, read_bytes
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
@@ -61,7 +61,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_loss_can_get_wrong_is_one_line(name: str) -> None:
     with pytest.raises(UsageError, match=f"^--loss {name}{WRONG[name]}"):
-        trial.check_task(Classification([*"abcde"], name), f"--loss {name}", torch.arange(3))
+        trial.check_task(
+            Classification([*"abcde"], find_loss(name)), f"--loss {name}", torch.arange(3)
+        )
 
 
 # --- What it computes
@@ -98,7 +100,7 @@ def test_weights_of_classes_are_those_of_all_images_and_not_of_the_batch() -> No
 
 
 NET = """
-from ddp_mnist.nets.ours import MLP
+from ddp_mnist.core.nets import MLP
 
 class Net(MLP):
     def __init__(self, classes, shape):
@@ -160,7 +162,7 @@ def test_all_that_speaks_of_the_loss_names_it(
     assert evaluated["loss_function"] == "my_loss:focal"
     images, trained_net = cache.load(str(few)), from_bytes(read_bytes("run"), "run").model
     with torch.no_grad():
-        task = Classification(images.classes, "my_loss:focal")
+        task = Classification(images.classes, find_loss("my_loss:focal"))
         losses = task.loss(trained_net(of(images, "test").images), of(images, "test").labels)
     assert losses.double().mean().item() == pytest.approx(summary["test_loss"], rel=1e-6)
     shown = typed("evaluate", "run").out

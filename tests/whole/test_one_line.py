@@ -91,7 +91,7 @@ CASES = [
 def lay(folder: Path) -> None:
     """Write a finished run, a broken one, and files that are not what they seem."""
     for name, text in OWN_NETS.items():
-        (folder / f"{name}.py").write_text(f"from ddp_mnist.nets.ours import MLP\n{text}\n")
+        (folder / f"{name}.py").write_text(f"from ddp_mnist.core.nets import MLP\n{text}\n")
     torch.save(Path("x"), folder / "pickle.pth")
     write_noise(folder / "photos" / "train", *flat(4))
     write_noise(folder / "photos" / "test", *flat(4))

@@ -14,7 +14,7 @@ CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "ddp-mnist")
 WAYS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "python -m": (commands.TRAIN, {}, "10000 None"),
     "console script": ([CONSOLE_SCRIPT, "train"], {}, "10000 None"),
-    "plain_ddp": (["-m", "ddp_mnist.plain_ddp"], {}, "10000 None"),
+    "core": (["-m", "ddp_mnist.core"], {}, "10000 None"),
     "import": (["-c", "import ddp_mnist.train"], {}, "10000 None"),
     "a person's count": (commands.TRAIN, {"GOMP_SPINCOUNT": "7"}, "7 None"),
     "a person's policy": (commands.TRAIN, {"OMP_WAIT_POLICY": "active"}, "None active"),

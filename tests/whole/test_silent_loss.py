@@ -125,7 +125,7 @@ def test_a_buffer_that_is_no_number_is_not_saved(
 ) -> None:
     text = """
 import torch
-from ddp_mnist.nets.ours import MLP
+from ddp_mnist.core.nets import MLP
 
 class Net(MLP):
     def __init__(self, classes, shape):

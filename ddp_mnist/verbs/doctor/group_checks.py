@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import subset
+from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.system.console import count
 from ddp_mnist.task import make_task
-from ddp_mnist.training.model_file import weights_digest
+from ddp_mnist.training.recorded_run import RecordedRun
+from ddp_mnist.training.set_up import make_net_of
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
@@ -257,11 +259,13 @@ def training(group: Group) -> list[CheckResult]:
     images = images.hold_out(recipe.val_size)
     device = group.world.accelerator.device
     task = make_task(recipe, images.classes, subset(images, "train"), device)
+    make_net = partial(make_net_of, config, group.world, task, images, None)
+    for_fit = recipe.for_fit(images.image_format.kind)
+    run = TrainingRun(config, group.world, images, task, make_net, for_fit)
     with listen() as stop:
-        run = TrainingRun(config, group.world, images, task, stop)
-        summary = train.fit(run)
+        summary = train.fit_recorded(RecordedRun(run, stop))
     group.world.accelerator.free_memory()
-    digests = group.gather(weights_digest(run.state.net))
+    digests = group.gather(summary["model_sha256"])
     accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
     problem = f"which is below {LEAST_ACCURACY}" if accuracy < LEAST_ACCURACY else ""
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

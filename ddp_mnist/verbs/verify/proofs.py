@@ -23,22 +23,23 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
+from ddp_mnist.core.batches import Rows
+from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, subset
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
+from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
 from ddp_mnist.system.console import Console, coloured, count
 from ddp_mnist.system.files import check_place, storage_errors, to_json, write_atomically
-from ddp_mnist.task import Classification, options_of
+from ddp_mnist.task import find_loss, options_of
 from ddp_mnist.training import model_file
-from ddp_mnist.training.evaluation import evaluate_split, make_eval_loader
-from ddp_mnist.training.mistakes import count_padding
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verbs.verify import watch
+from ddp_mnist.verbs.verify.mistakes import count_padding
 from ddp_mnist.verbs.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
@@ -104,7 +105,7 @@ def config_of(flags: Verify) -> TrainConfig:
         epochs = max(epochs, MISTAKES[flags.inject].epochs)
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
-    Classification([], config.recipe.loss)
+    find_loss(config.recipe.loss)
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it hangs
     distribution = replace(config.distribution, dist_timeout=timeout)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))

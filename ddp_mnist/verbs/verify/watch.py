@@ -30,13 +30,13 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
-from ddp_mnist.nets.wrappers import Normalised
-from ddp_mnist.task import MEASURED
+from ddp_mnist.core.meter import MEASURED
+from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.training.folder import METRICS, MODEL, RunFolder
-from ddp_mnist.training.model_file import weights_digest
 from ddp_mnist.training.set_up import set_up_run
+from ddp_mnist.verbs.verify.mistakes import make_mistake
 
-preload("ddp_mnist.train", "ddp_mnist.metrics")
+preload("ddp_mnist.train", "ddp_mnist.core.metrics")
 
 PROOF: dict[str, Any] = {"model": "cnn", "epochs": 3, "batch_size": 72}
 STEPS = 45  # of the digits' 1,150 train rows
@@ -59,11 +59,15 @@ class Seen:
     images: list[list[str]] = field(default_factory=list)  # a digest of each, per micro-batch
     learning_rates: list[float] = field(default_factory=list)  # per optimizer step
     gradient_norms: list[float] = field(default_factory=list)  # of all averaged gradients, per step
-    weights: str = ""  # a digest of the rank's final net
+
+    @property
+    def weights(self) -> str:
+        """A digest of the rank's final net."""
+        return self.summary["model_sha256"]
 
 
 def just_train(config: TrainConfig) -> dict[str, Any]:
-    return train.train(config, find_launch(config.distribution))
+    return train.train(config, find_launch(config.distribution), make_mistake)
 
 
 def train_and_watch(config: TrainConfig) -> Seen:
@@ -82,13 +86,12 @@ def train_and_watch(config: TrainConfig) -> Seen:
         listen() as stop,
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
-        set_up_run(config, world, launch, folder, stop) as run,
+        set_up_run(config, world, launch, folder, stop, make_mistake) as run,
         before_each_step(look_at_step),
         register_module_forward_pre_hook(look),
     ):
         assert run, "a finished run has nothing to watch"
-        seen.summary = train.fit(run)
-        seen.weights = weights_digest(run.state.net)
+        seen.summary = train.fit_recorded(run)
     return seen
 
 

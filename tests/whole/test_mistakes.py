@@ -53,7 +53,8 @@ def test_a_run_with_a_fault_says_so_in_all_that_it_leaves(
 
 def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
     rates = [line["lr"] for line in metrics(run[0])]
-    right = [*map(resolve_recipe(config(None).recipe, 1437, 2).learning_rate, range(30))]
+    recipe = resolve_recipe(config(None).recipe, 1437, 2).for_fit("")
+    right = [*map(recipe.learning_rate, range(30))]
     assert rates == right[::2] + [0] * 15
 
 

@@ -1,7 +1,4 @@
-"""The optimizers, by the names that --optimizer in config/recipe.py offers.
-
-The learning rate is the recipe's: see `ResolvedRecipe.learning_rate` there.
-"""
+"""The optimizers by name. The learning rate is the recipe's: see `Recipe.learning_rate`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +7,7 @@ import torch
 import torch._dynamo  # AdamW would import it mid-run, delaying signals by a second
 from torch import Tensor, nn
 
-from ddp_mnist.config.recipe import ResolvedRecipe
+from .recipe import Recipe
 
 MOMENTUM = 0.9
 KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in units of the learning rate
@@ -73,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def make_optimizer(
-    model: nn.Module, recipe: ResolvedRecipe, scaler: torch.amp.GradScaler | None = None
+    model: nn.Module, recipe: Recipe, scaler: torch.amp.GradScaler | None = None
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer, one of OPTIMIZERS; only matrices and kernels decay.
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist.errors import DivergedError
-from ddp_mnist.task import Classification
-from ddp_mnist.training import meter
-from ddp_mnist.training.meter import Meter, sum_up
-from ddp_mnist.training.state import Progress, Sums
-from tests.run_checks import recipe_of
+from ddp_mnist.core import meter
+from ddp_mnist.core.errors import Diverged
+from ddp_mnist.core.meter import Meter, sum_up
+from ddp_mnist.core.state import Progress, Sums
+from ddp_mnist.core.task import Classification
+from tests.run_checks import fit_recipe
 
 
 def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 RANK_0 = {"process_index": 0, "scaler": None}
-RECIPE = recipe_of()
+RECIPE = fit_recipe()
 TWO = Classification([*"ab"])
 
 
@@ -65,7 +65,7 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     made.sync([0.0])
     assert progress.since_log == Sums(loss=6.5, score=10.0, seen=14.0, seconds=0.75)
     see(made, float("nan"), [1])
-    with pytest.raises(DivergedError, match=r"^--lr 0\.01: "):
+    with pytest.raises(Diverged, match=r"^lr 0\.01: by step 3 the loss is no longer"):
         made.sync([0.0])
 
 

@@ -1,4 +1,4 @@
-from ddp_mnist.data.seeding import generator, seed_of
+from ddp_mnist.core.seeding import generator, seed_of
 
 
 def test_seeds_are_the_same_for_all_time() -> None:

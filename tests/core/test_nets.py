@@ -2,30 +2,27 @@ import math
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from ddp_mnist.config.recipe import NETS
+from ddp_mnist.core.nets import CNN, MODELS, VERSION
+from ddp_mnist.core.wrappers import Normalised, ShiftedViews, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.nets.build import build_net
-from ddp_mnist.nets.ours import CNN, MODELS, VERSION
-from ddp_mnist.nets.wrappers import Normalised, with_test_time_augmentation
 from ddp_mnist.task import Classification, Task
 from tests.data_sets import COLOUR, GREY, images
 
 PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 KINDS = Classification([*"0123456789"])
-PARAMETERS = {
-    # weights and biases of two convolutions, gains and shifts of two norms, and the head
-    "cnn": 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1),
-    # a 6x6 kernel, then 3x3 kernels, each layer with bias, gain and shift; and the head
-    "cnn_deep": 36 * 32 + 9 * (32 * 32 + 32 * 96 + 96 * 96) + 3 * (2 * 32 + 2 * 96) + 8650,
-    "mlp": 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10,
-    "cnn_bn": 37_834,
-}
-OURS = list(PARAMETERS)
+OURS = ["cnn", "cnn_deep", "mlp", "cnn_bn"]
+NINE = [(y, x) for y in range(3) for x in range(3)]  # corners of the views in a padded image
 
 
-def make(name: str, classes: int = 10) -> nn.Module:
+class Numbers(Task):
+    columns = ("angle",)
+
+
+def make(name: str, classes: int = 10) -> Normalised:
     """Return a net that takes pixels, with the weights of seed 0."""
     torch.manual_seed(0)
     return build_net(name, Classification([*map(str, range(classes))]), GREY)
@@ -36,10 +33,8 @@ def test_the_names_are_those_of_the_flag() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_parameters_and_logits(name: str) -> None:
-    """The seed decides the weights; their dtype is that of the logits, one for each class."""
+def test_the_seed_decides_the_weights_and_their_dtype_that_of_the_logits(name: str) -> None:
     net, again = make(name), make(name)
-    assert sum(p.numel() for p in net.parameters()) == PARAMETERS[name]
     torch.testing.assert_close(net.state_dict(), again.state_dict(), rtol=0, atol=0)
     single, double = net(images(4)), again.double()(images(4))
     for logits, dtype in ((single, torch.float32), (double, torch.float64)):
@@ -60,11 +55,20 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
 
 def test_only_the_deep_net_averages_nine_views_and_of_classes_alone() -> None:
     """Its average is among the numbers of the last test."""
-    net = make("cnn_deep")
-    assert with_test_time_augmentation(net, "cnn_deep", KINDS) is not net
-    assert with_test_time_augmentation(net, "cnn", KINDS) is net
-    numbers = Task([0.0], [1.0])  # which a shift may change
-    assert with_test_time_augmentation(net, "cnn_deep", numbers) is net
+    numbers = Numbers([0.0], [1.0])  # which a shift may change
+    for name, task, averages in (
+        ("cnn_deep", KINDS, True),
+        ("cnn", KINDS, False),
+        ("cnn_deep", numbers, False),
+    ):
+        net = build_net(name, task, GREY)
+        assert (type(as_tested(net)) is ShiftedViews) == averages
+        assert averages or as_tested(net) is net
+    batch = images(3)
+    net = make("cnn_deep").double().eval()
+    moved = [F.pad(batch, (1, 1, 1, 1))[..., y : y + 28, x : x + 28] for y, x in NINE]
+    mean = sum(net(each) for each in moved) / 9
+    assert torch.allclose(as_tested(net)(batch), mean, rtol=1e-12)
 
 
 SIDES = [(14, 0, 1), (28, 0, 3), (55, 0, 6), (56, 1, 3), (96, 1, 5), (112, 2, 3), (224, 3, 3)]
@@ -109,6 +113,7 @@ def test_the_same_weights_compute_the_same_in_this_version(
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
     pixels = torch.arange(math.prod(image_format.shape)).remainder(251).to(torch.uint8)
-    model = with_test_time_augmentation(Normalised(net, image_format), name, KINDS)
+    mean, std = image_format.mean, image_format.std
+    model = as_tested(Normalised(net, mean, std, shifted_views=name == "cnn_deep"))
     logits = model(pixels.reshape(1, *image_format.shape))
     assert logits[0, 0].item() == pytest.approx(expected, rel=1e-9)

@@ -3,21 +3,23 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.task import Task
-from ddp_mnist.training.state import Progress
+from .recipe import Recipe
+from .state import Progress
+from .task import Task
 
-# Without --checkpoint-every: at least so many steps, and so many seconds of training, between two
-# checkpoints.
+# Unless a run says how often to save: at least so many steps, and so many seconds of training,
+# between two checkpoints.
 SAVE_STEPS = 100
 SAVE_S = 5.0
+MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")  # other in equal runs
 
 
 class Meter:
@@ -29,7 +31,7 @@ class Meter:
     """
 
     def __init__(
-        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe, task: Task
+        self, accelerator: Accelerator, progress: Progress, recipe: Recipe, task: Task
     ) -> None:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.task = task
@@ -49,7 +51,7 @@ class Meter:
         self.clock = time.monotonic()
 
     def is_save_due(self, every: int | None) -> bool:
-        """Return whether to save after this step: every `every` steps if typed, else by the clock.
+        """Return whether to save after this step: every `every` steps if given, else by the clock.
 
         A GPU can take 100 steps in 0.2 s, and a save to a network disk would take nearly as long.
         The ranks agree, as they count the seconds since the last save by the mean of their speeds.
@@ -65,12 +67,12 @@ class Meter:
         self.last_save = self.progress.step
         self.restart_clock()
 
-    def time_waits(self, loader: Any) -> Iterator[Any]:
-        """Yield the loader's batches, and count the seconds for which training waits for them."""
+    def steps_of(self, loader: Any) -> Iterator[list[Any]]:
+        """Yield the micro-batches of each step, and count the seconds of waiting for them."""
         batches, clock = iter(loader), time.monotonic()
-        for batch in batches:
+        while micro_batches := [*islice(batches, self.recipe.grad_accum)]:
             self.waited_s += time.monotonic() - clock
-            yield batch
+            yield micro_batches
             clock = time.monotonic()
 
     def update(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -79,11 +81,11 @@ class Meter:
         self.scores.append(self.task.score(self.task.predict(outputs.detach()), targets).sum())
         self.images_per_batch = len(targets)
 
-    def sync(self, stop_requests: list[float]) -> list[float]:
+    def sync(self, stop_requests: Sequence[float]) -> list[float]:
         """Add all ranks' counts to their progress, and plan the next sync point.
 
         Return the sums over all ranks of `stop_requests`, which are this rank's. Raise
-        DivergedError, on all ranks alike.
+        Diverged, on all ranks alike.
         """
         sums = sum_up(self.losses, self.scores, self.images_per_batch)
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])

@@ -1,8 +1,8 @@
 """Common mistakes with DDP, made on purpose: `train --inject`, to see what each one costs.
 
-Each changes an object that train.py is given, its Accelerator or the recipe's learning rate, so
-train.py knows nothing of them. config/mistakes.py lists them all, with the check of verify that
-finds each. `batchnorm` only changes the recipe's flags.
+Each changes what `fit` is given, its Accelerator or the recipe's learning rate, so `fit` knows
+nothing of them. config/mistakes.py lists them all, with the check of verify that finds each.
+`batchnorm` only changes the recipe's flags.
 """
 
 import itertools
@@ -18,32 +18,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.cluster.world import World
 from ddp_mnist.config.mistakes import EXIT_STEP
-from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.config.train_config import ResolvedConfig
-from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader
+from ddp_mnist.core.batches import GlobalBatchSampler, Rows, make_loader
+from ddp_mnist.core.recipe import Recipe
+from ddp_mnist.training.training_run import TrainingRun
 
 
-def inject(config: ResolvedConfig, world: World) -> ResolvedConfig:
-    """Make the mistake that --inject names, if any.
+def make_mistake(run: TrainingRun) -> TrainingRun:
+    """Make the mistake that --inject names. Return the run, perhaps with a changed recipe.
 
-    Return the flags, perhaps with a changed recipe.
-
-    The mistake ends with the world, whose Accelerator it changes.
+    The mistake ends with the run's world, whose Accelerator it changes.
     """
-    fault = config.recipe.inject
+    fault, store = run.config.recipe.inject, run.world.store
     if fault == "schedule":
-        return replace(config, recipe=stepped_by_each(config.recipe, world.store.world_size))
+        return replace(run, recipe=stepped_by_each(run.recipe, store.world_size))
     if fault in IN_THE_ACCELERATOR:
-        IN_THE_ACCELERATOR[fault](world.accelerator, world.store)
-    return config
+        IN_THE_ACCELERATOR[fault](run.world.accelerator, store)
+    return run
 
 
-def stepped_by_each(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
+def stepped_by_each(recipe: Recipe, processes: int) -> Recipe:
     """Return the recipe, its scheduler stepped once per process: it reaches 0 N times too early."""
 
-    class SteppedByEach(ResolvedRecipe):
+    class SteppedByEach(Recipe):
         def learning_rate(self, step: int) -> float:
             counted = step * processes
             return super().learning_rate(counted) if counted < self.total_steps else 0
@@ -115,11 +112,11 @@ def leave(accelerator: Accelerator, store: Store) -> None:
 
     Its process lives, so no connection breaks: the others wait for it until --dist-timeout.
     """
-    backward, steps = accelerator.backward, itertools.count(1)
+    backward, parts = accelerator.backward, itertools.count(1)
 
     def wait_in_step(loss: torch.Tensor) -> None:
-        if accelerator.sync_gradients and next(steps) == EXIT_STEP:
-            store.broadcast_from_rank0("a word that is never said", bool)
+        if next(parts) == EXIT_STEP * accelerator.gradient_accumulation_steps:
+            store.wait("a key that is never written")
         backward(loss)
 
     if store.rank == store.world_size - 1:

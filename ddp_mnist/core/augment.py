@@ -3,8 +3,8 @@
 One table of random numbers per epoch is drawn from (seed, epoch) and indexed by sample number, so
 neither the world size nor a resume changes what happens to an image. The last epochs change images
 less, so that training ends on images close to those that the net is tested on. The changes depend
-on the kind of images: bright strokes on black are rotated, scaled and shifted; other pictures are
-cropped and coloured, and mirrored unless they show characters.
+on the kind of images that the recipe names: `strokes`, bright on black, are rotated, scaled and
+shifted; `pictures` are mirrored, cropped and coloured; `characters` in pictures are not mirrored.
 """
 
 import math
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.data.seeding import generator
+from .batches import Rows
+from .recipe import Recipe
+from .seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
 MAX_SHIFT = 4 / 14  # of half a side: 4 of MNIST's 28 pixels
@@ -25,24 +26,22 @@ MAX_COLOUR = 0.2  # how far the factors of brightness, contrast and saturation m
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601)
 
 
-def augmentation_table(
-    image_format: ImageFormat, rows: int, seed: int, epoch: int, epochs: int
-) -> Tensor:
-    """Return each sample's changes in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
+def augmentation_table(recipe: Recipe, rows: Rows, seed: int, epoch: int) -> Tensor:
+    """Return each row's changes in an epoch, float32 [rows, 2 or 3, 3].
 
-    The first two lines are an inverse affine map in grid_sample's coordinates; a third one holds
-    factors of brightness, contrast and saturation. All draws are uniform within the bounds above,
-    and within half of them in the last quarter of all epochs. Built on the CPU for all rows at
-    once, so every process holds the same bits.
+    The first two lines are an inverse affine map in grid_sample's coordinates; a third one, for
+    pictures, holds factors of brightness, contrast and saturation. All draws are uniform within the
+    bounds above, and within half of them in the last quarter of all epochs. Built on the CPU for
+    all rows at once, so every process holds the same bits.
     """
     stream = generator("augment", seed, epoch)
-    strength = 0.5 if epoch >= 0.75 * epochs else 1.0
-    if image_format.bright_on_black:
-        _, height, width = image_format.shape
-        u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
+    strength = 0.5 if epoch >= 0.75 * recipe.epochs else 1.0
+    if recipe.augment == "strokes":
+        height, width = rows.images.shape[2:]
+        u = strength * (torch.rand(len(rows), 4, generator=stream, dtype=torch.float64) * 2 - 1)
         return _rotations(u, height / width).float()
-    u = torch.rand(rows, 8, generator=stream, dtype=torch.float64)
-    return _crops(u, strength, mirrored=not image_format.characters).float()
+    u = torch.rand(len(rows), 8, generator=stream, dtype=torch.float64)
+    return _crops(u, strength, mirrored=recipe.augment == "pictures").float()
 
 
 def _rotations(u: Tensor, aspect: float) -> Tensor:
@@ -54,17 +53,6 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
     rows_x = torch.stack([cos, -sin * aspect, shift[:, 0]], dim=1)
     rows_y = torch.stack([sin / aspect, cos, shift[:, 1]], dim=1)
     return torch.stack([rows_x, rows_y], dim=1)
-
-
-def describe_augmentation(image_format: ImageFormat, augmented: bool) -> tuple[str, str]:
-    """Describe, in words, the kind of images and how augmentation changes them."""
-    if image_format.bright_on_black:
-        kind, how = "images of strokes on black", "rotated, scaled, shifted"
-    elif image_format.characters:
-        kind, how = "pictures of characters", "cropped, coloured"
-    else:
-        kind, how = "pictures", "mirrored, cropped, coloured"
-    return kind, how if augmented else "not augmented"
 
 
 def _crops(u: Tensor, strength: float, mirrored: bool) -> Tensor:

@@ -2,16 +2,18 @@
 
 import copy
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeVar
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
-from ddp_mnist.errors import CheckpointError, DivergedError, blame
-from ddp_mnist.task import Task
-from ddp_mnist.training.evaluation import EvalResult
+from .errors import Diverged
+from .evaluation import EvalResult
+from .recipe import Recipe
+from .task import Task
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -56,7 +58,7 @@ class Progress:
     score: float | None = None  # of the current weights' validation; None before one
     best_score: float | None = None  # so far, of the validations that patience looks at
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
-    stopped_by: str | None = None  # the flag that ended the run early
+    stopped_by: str | None = None  # the field of the recipe that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
     # Batches whose loss was not finite, since the last stretch between two sync points without any
     bad_in_a_row: float = 0.0
@@ -88,8 +90,8 @@ class Progress:
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
-    def raise_if_diverged(self, recipe: ResolvedRecipe, accelerator: Accelerator) -> None:
-        """Raise DivergedError, on all ranks alike, once the weights are beyond repair.
+    def raise_if_diverged(self, recipe: Recipe, accelerator: Accelerator) -> None:
+        """Raise Diverged, on all ranks alike, once the weights are beyond repair.
 
         Without a loss scaler one loss that is not finite is fatal; fp16's skips such a step, so a
         few are allowed, until a whole stretch between two sync points has none.
@@ -97,9 +99,9 @@ class Progress:
         batches_per_step = accelerator.num_processes * recipe.grad_accum
         allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0
         if self.bad_in_a_row > allowed:
-            raise diverged(recipe, self.step, "the loss")
+            raise Diverged(recipe.lr, self.step, "the loss")
         if self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
-            raise diverged(recipe, self.step, "the gradient")
+            raise Diverged(recipe.lr, self.step, "the gradient")
 
     def end_log_line(self) -> dict[str, float | None]:
         """Return the means since the last log line, and start over."""
@@ -111,17 +113,9 @@ class Progress:
         target, patience = recipe.target_accuracy, recipe.patience
         self.stopped_by = None
         if target is not None and self.score is not None and self.score >= target:
-            self.stopped_by = "--target-accuracy"
+            self.stopped_by = "target_accuracy"
         elif patience is not None and self.epoch - self.best_epoch >= patience:
-            self.stopped_by = "--patience"
-
-
-def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
-    """Return the error that ends a run in which `what` is no longer finite."""
-    return DivergedError(
-        f"--lr {recipe.lr:g}: by step {step} {what} is no longer a finite number; use a lower"
-        " learning rate, or --max-grad-norm 1, and look at your own net or loss, if any"
-    )
+            self.stopped_by = "patience"
 
 
 @dataclass
@@ -132,7 +126,8 @@ class State:
     optimizer: Any  # with its moments and step counts
     scaler: Any  # fp16's loss scaler, or None
     task: Task
-    start_time: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
+    # time.monotonic() of the start, moved back by the seconds of earlier parts
+    start_time: float = field(default_factory=time.monotonic)
     progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
 
@@ -162,39 +157,43 @@ class State:
             net.load_state_dict(self.best_weights)
         return net
 
-    def content(self) -> dict[str, Any]:
-        """Return the content of a checkpoint: tensors and plain values."""
+    def content(self, recipe: Recipe) -> dict[str, Any]:
+        """Return the content of a checkpoint: tensors and plain values.
+
+        Raise Diverged if a weight is not a finite number, although each loss was.
+        """
+        weights, progress = self.net.state_dict(), self.progress
+        numbers = filter(torch.is_floating_point, weights.values())
+        if not torch.stack([torch.isfinite(each).all() for each in numbers]).all():
+            raise Diverged(recipe.lr, progress.step, "a weight")
+        progress.total_seconds = time.monotonic() - self.start_time
         return {
-            "model": self.net.state_dict(),
+            "model": weights,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "progress": asdict(self.progress),
+            "progress": asdict(progress),
             "best_weights": self.best_weights,
         }
 
-    def restore(self, content: dict[str, Any], recipe: ResolvedRecipe) -> Progress:
+    def restore(self, content: dict[str, Any], recipe: Recipe) -> None:
         """Restore the result of `content`, under a recipe that may have changed since.
 
-        Return the run's progress. Raise CheckpointError if the tensors are not those of this net
-        and optimizer.
+        Raise whatever load_state_dict does if the tensors are not those of this net and optimizer.
         """
         groups = self.optimizer.param_groups
-        fix = "undo what has changed in the code of the net or the optimizer, or begin a new run"
-        with blame("the checkpoint", CheckpointError, fix):
-            for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-                saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device
-            self.net.load_state_dict(content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
-            if self.scaler and content["scaler"]:
-                self.scaler.load_state_dict(content["scaler"])
-            if content["best_weights"] is not None:
-                device = next(self.net.parameters()).device
-                self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
-            progress = self.progress = Progress.from_dict(content["progress"])
+        for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
+            saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device
+        self.net.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self.scaler and content["scaler"]:
+            self.scaler.load_state_dict(content["scaler"])
+        if content["best_weights"] is not None:
+            device = next(self.net.parameters()).device
+            self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
+        progress = self.progress = Progress.from_dict(content["progress"])
         if recipe.patience and self.best_weights is None:  # none yet: the search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
         self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
             progress.decide_to_stop(recipe)
-        return progress

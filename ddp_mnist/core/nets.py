@@ -1,4 +1,4 @@
-"""Our nets: each is made for a number of classes and a shape, and returns logits [B, classes].
+"""The nets: each is made for a number of classes and a shape, and returns logits [B, classes].
 
 A net takes normalised images [B, C, H, W] in the dtype of its weights; wrappers.py has what takes
 the pixels themselves. No net knows a rank, a device or a flag.
@@ -11,8 +11,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_mnist.data.image_format import Shape
-
+Shape = tuple[int, int, int]  # channels, height, width
 # Raise it when a net's results change for the same weights; older files are then refused.
 VERSION = 4
 MNIST: Shape = (1, 28, 28)
@@ -122,8 +121,3 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "mlp": MLP,
     "cnn_bn": CNNBatchNorm,
 }
-
-
-def is_known(name: str) -> bool:
-    """Return whether the net is built in or torchvision's, not the user's own."""
-    return name in MODELS or name.startswith("torchvision:")

@@ -3,32 +3,21 @@ from itertools import chain
 import pytest
 import torch
 
-from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader, rows_of_splits
-from ddp_mnist.data.cache import load as load_cached
-from ddp_mnist.data.seeding import generator
-from tests.data_sets import of
+from ddp_mnist.core.batches import GlobalBatchSampler, Rows, make_loader
+from ddp_mnist.core.seeding import generator
+from tests.run_checks import fit_recipe
 
 # --- Rows and their order
 
 
-@pytest.mark.parametrize("val_size", [0, 287, 1437])
-def test_validation_rows_are_held_out_the_same_for_every_seed(val_size: int) -> None:
-    digits, found = load_cached("digits"), []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        train, validation, test = rows_of_splits(digits.hold_out(val_size))
-        found.append([train.rows.tolist(), validation.rows.tolist()])
-        assert (len(train), len(validation), len(test)) == (1437 - val_size, val_size, 360)
-        assert train.rows.dtype == validation.rows.dtype == torch.int64
-        assert torch.equal(test.targets[test.rows], of(digits, "test").labels)
-    assert found[0] == found[1]
-    assert sorted(chain(*found[0])) == list(range(1437))
-    of_every_version = digits.hold_out(287).rows["validation"][:5].tolist()
-    assert of_every_version == [1, 2, 13, 17, 24]
-
-
 def rows_of(count: int) -> Rows:
     return Rows(torch.zeros(count, 1, 1, 1), torch.zeros(count))
+
+
+def sampler(count: int, size: int, seed: int, parts: int = 1) -> GlobalBatchSampler:
+    steps = count // size
+    recipe = fit_recipe(batch_size=size, steps_per_epoch=steps, grad_accum=parts)
+    return GlobalBatchSampler(rows_of(count), recipe, seed)
 
 
 def indices_of(batches: GlobalBatchSampler, epoch: int, skip_steps: int = 0) -> list[list[int]]:
@@ -40,7 +29,7 @@ def indices_of(batches: GlobalBatchSampler, epoch: int, skip_steps: int = 0) -> 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     """An epoch has each row at most once, and leaves out others each time."""
-    batches, left_out = GlobalBatchSampler(rows_of(100), 8, seed=0), set()
+    batches, left_out = sampler(100, 8, seed=0), set()
     orders = [indices_of(batches, epoch) for epoch in range(20)]
     for steps in orders:
         assert [len(step) for step in steps] == [8] * 12
@@ -51,17 +40,25 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(5)
     assert indices_of(batches, 0) == orders[0]  # whatever was read before
     permutation = torch.randperm(100, generator=generator("order", 1, 0)).tolist()
-    assert (
-        list(chain(*indices_of(GlobalBatchSampler(rows_of(100), 8, seed=1), 0))) == permutation[:96]
-    )
+    assert list(chain(*indices_of(sampler(100, 8, seed=1), 0))) == permutation[:96]
     assert list(chain(*orders[0])) != permutation[:96]
-    assert indices_of(GlobalBatchSampler(rows_of(7), 8, seed=0), 0) == []  # fewer rows than a batch
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_size": 101}, {"steps_per_epoch": 11}, {"grad_accum": 3}, {"steps_per_epoch": 13}],
+)
+def test_a_recipe_for_other_rows_is_refused(wrong: dict[str, int]) -> None:
+    """Batches would be smaller than it says, or an epoch would never end."""
+    recipe = fit_recipe(**{"batch_size": 8, "steps_per_epoch": 12, **wrong})
+    with pytest.raises(ValueError, match=r"^100 rows cannot be trained on by Recipe\(epochs=1, "):
+        GlobalBatchSampler(rows_of(100), recipe, seed=0)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_micro_batches_split_a_step_and_skip_steps_leaves_out_what_came_before(parts: int) -> None:
-    whole = indices_of(GlobalBatchSampler(rows_of(100), 8, seed=3), 2)
-    batches = GlobalBatchSampler(rows_of(100), 8, seed=3, grad_accum=parts)
+    whole = indices_of(sampler(100, 8, seed=3), 2)
+    batches = sampler(100, 8, seed=3, parts=parts)
     assert batches.micro_batch_size == batches.batch_size == 8 // parts
     assert batches.steps_per_epoch == 12
     pieces = indices_of(batches, 2)
@@ -76,7 +73,7 @@ def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
     before, numbers = torch.get_rng_state(), torch.arange(40)
     images = numbers.to(torch.uint8)[:, None, None, None].expand(40, 3, 20, 28)
     rows, every = Rows(images, numbers + 100, torch.arange(39, 0, -2)), Rows(images, numbers + 100)
-    batches = GlobalBatchSampler(rows, 6, seed=0)
+    batches = GlobalBatchSampler(rows, fit_recipe(batch_size=6, steps_per_epoch=3), seed=0)
     expected = indices_of(batches, 4, skip_steps=1)
     batches_read = list(make_loader(rows, batch_sampler=batches))
     assert [indices.tolist() for _, _, indices in batches_read] == expected

@@ -1,19 +1,17 @@
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.nets.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
-from ddp_mnist.nets.ours import MNIST, MODELS
-from tests.run_checks import recipe_of
+from ddp_mnist.core.nets import MNIST, MODELS
+from ddp_mnist.core.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
+from ddp_mnist.core.recipe import Recipe
+from tests.run_checks import fit_recipe
 
 
-def scheduled(total_steps: int, peak: float, warmup: float) -> ResolvedRecipe:
-    recipe = recipe_of(epochs=1, lr=peak, warmup=warmup)
-    return dataclasses.replace(recipe, steps_per_epoch=total_steps)
+def scheduled(total_steps: int, peak: float, warmup: float) -> Recipe:
+    return fit_recipe(steps_per_epoch=total_steps, lr=peak, warmup=warmup)
 
 
 def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
@@ -41,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {  # options of each optimizer
 @pytest.mark.parametrize("optimizer", OWN)
 def test_matrices_and_kernels_decay_and_nothing_else(name: str, optimizer: str) -> None:
     model = MODELS[name](10, MNIST)
-    made = make_optimizer(model, recipe_of(optimizer=optimizer, lr=0.3, weight_decay=0.25))
+    made = make_optimizer(model, fit_recipe(optimizer=optimizer, lr=0.3, weight_decay=0.25))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decaying, other = ({names[p] for p in group["params"]} for group in made.param_groups)
     assert decaying == {n for n in names.values() if n.endswith("weight") and "norm" not in n}
@@ -54,7 +52,7 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str, optimizer: str) 
 def test_without_a_loss_scaler_the_step_is_fused() -> None:
     """With one it would pass over an fp16 overflow by itself; False would be the slowest."""
     for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
-        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), recipe_of(optimizer="adamw"), scaler)
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), fit_recipe(optimizer="adamw"), scaler)
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
@@ -86,7 +84,7 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
     moved = {}
     for name in ("muon", "adamw"):
         moved[name] = copy.deepcopy(net)
-        recipe = recipe_of(optimizer=name, lr=0.1, weight_decay=0.5)
+        recipe = fit_recipe(optimizer=name, lr=0.1, weight_decay=0.5)
         optimizer = make_optimizer(moved[name], recipe)
         for gradients in steps:
             for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):

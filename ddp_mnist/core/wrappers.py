@@ -1,49 +1,42 @@
 """What stands between the pixels and a net, and between its logits and the test."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.task import Classification, Task
 
 
 class Normalised(nn.Module):
     """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
 
     They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
-    same pixels. Mean and deviation are not buffers: DDP would broadcast those in each step.
+    same pixels. Mean and deviation, shares of 255 for each channel, are not buffers: DDP would
+    broadcast those in each step. With `shifted_views`, the net is tested and used by them.
     """
 
-    def __init__(self, net: nn.Module, image_format: ImageFormat) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        mean: Sequence[float],
+        std: Sequence[float],
+        shifted_views: bool = False,
+    ) -> None:
         super().__init__()
         self.net = net
-        self.mean, self.std = image_format.mean, image_format.std  # per channel, as shares of 255
+        self.mean, self.std, self.shifted_views = mean, std, shifted_views
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.to(next(self.net.parameters()).dtype)
+        x = images.to(next(self.net.parameters()).dtype, copy=True)
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
         return self.net(x)
 
 
-class GreyAsColour(nn.Module):
-    """A net for colour images that is given grey ones, as three equal channels."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.expand(-1, 3, -1, -1))
-
-
-def with_test_time_augmentation(net: nn.Module, name: str, task: Task) -> nn.Module:
-    """Return the net `name` as it is evaluated and used: cnn_deep gets several views of a class.
-
-    Numbers may change with a view.
-    """
-    return ShiftedViews(net) if name == "cnn_deep" and isinstance(task, Classification) else net
+def as_tested(net: Normalised, model: nn.Module | None = None) -> nn.Module:
+    """Return the net, or the `model` that wraps it, as it is tested and used after training."""
+    model = model or net
+    return ShiftedViews(model) if net.shifted_views else model
 
 
 class ShiftedViews(nn.Module):

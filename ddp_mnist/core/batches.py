@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.seeding import generator
+from .recipe import Recipe
+from .seeding import generator
 
 # --- Rows
 
@@ -44,29 +43,6 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     __getitems__ = take  # the name by which DataLoader calls it
 
 
-SPLITS, CPU = ("train", "validation", "test"), torch.device("cpu")
-
-
-def rows_of_splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
-    """Return the rows to train on, to validate on and to test on.
-
-    On a GPU the images (55 MB for MNIST) are copied there if they fit into half of its memory.
-    Otherwise they stay mapped from the disk, and batches are sent one by one.
-    """
-    images, targets = torch.from_numpy(data.images), torch.from_numpy(data.targets)
-    # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
-    if device.type == "cuda" and images.nbytes <= torch.cuda.mem_get_info(device)[0] / 2:
-        images, targets = images.to(device), targets.to(device)
-    numbers = (torch.from_numpy(data.rows.get(name, np.arange(0))) for name in SPLITS)
-    train, validation, test = (Rows(images, targets, rows) for rows in numbers)
-    return train, validation, test
-
-
-def subset(data: ImageData, name: str) -> Rows:
-    """Return the rows of train, validation or test; none of a split that there is not."""
-    return rows_of_splits(data)[SPLITS.index(name)]
-
-
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
     """Return how many of these images, [N, C, H, W], to evaluate at once; it changes no result.
 
@@ -81,17 +57,20 @@ def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
 class GlobalBatchSampler(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    A step takes `images_per_step` images over all ranks, as `grad_accum` micro-batches. Rows that
-    do not fill a last step are left out; the shuffle leaves out others in each epoch. An epoch's
-    order is sent to the device of the rows once, not batch by batch.
+    A step takes the recipe's `batch_size` images over all ranks, in its `grad_accum` micro-batches.
+    Rows that do not fill a last step are left out; the shuffle leaves out others in each epoch. An
+    epoch's order is sent to the device of the rows once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
 
-    def __init__(self, rows: Rows, images_per_step: int, seed: int, grad_accum: int = 1) -> None:
-        self.rows, self.seed, self.grad_accum = rows, seed, grad_accum
-        self.steps_per_epoch = len(rows) // images_per_step
-        self.micro_batch_size = images_per_step // grad_accum
+    def __init__(self, rows: Rows, recipe: Recipe, seed: int) -> None:
+        """Raise ValueError if the recipe is not for so many rows, or its steps cannot be parted."""
+        self.rows, self.seed, self.grad_accum = rows, seed, recipe.grad_accum
+        self.steps_per_epoch = recipe.steps_per_epoch
+        self.micro_batch_size, rest = divmod(recipe.batch_size, recipe.grad_accum)
+        if rest or not 0 < recipe.steps_per_epoch == len(rows) // recipe.batch_size:
+            raise ValueError(f"{len(rows):,} rows cannot be trained on by {recipe}")
         self.batch_size = self.micro_batch_size  # what is yielded: Accelerate reads this name
         self.epoch = self.skip_steps = 0
 

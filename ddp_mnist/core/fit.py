@@ -1,0 +1,134 @@
+"""The training run from its first step to the test: the loop, and nothing that it need not know."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+
+from .accelerator import sum_over_ranks, warm_up_ddp
+from .augment import augment, augmentation_table
+from .batches import GlobalBatchSampler, Rows, make_loader
+from .errors import StopRequested
+from .evaluation import evaluate_split, import_evaluate_meanwhile, make_eval_loader
+from .meter import Meter
+from .optim import make_optimizer
+from .recipe import Recipe
+from .run import Run
+from .seeding import seed_forward, seed_generators
+from .state import State
+from .task import Task
+from .wrappers import Normalised, as_tested
+
+
+def fit(
+    accelerator: Accelerator,  # from `make_accelerator`
+    rows: tuple[Rows, Rows, Rows],  # to train, to validate after each epoch, to test once
+    make_net: Callable[[], Normalised],  # called once all random generators are seeded
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    run: Run,
+) -> Any:
+    """Train, validate after each epoch, test once. Return what `run.finish` returns.
+
+    Every rank calls it with the same arguments, and ends with the same weights. Raise StopRequested
+    after saving, Diverged for numbers that are not finite; both on all ranks, at the same step.
+    """
+    device = accelerator.device
+    accelerator.gradient_accumulation_steps = recipe.grad_accum  # `backward` divides by it
+
+    # Data. The batch of a step is global, the same on every rank, in grad_accum micro-batches.
+    train_rows, val_rows, test_rows = rows
+    batches = GlobalBatchSampler(train_rows, recipe, seed)
+    loader = make_loader(train_rows, batch_sampler=batches)
+
+    # Net and optimizer, equal on every rank. `model` is the net in autocast and, on several ranks,
+    # in DDP; the loader gives each its part of every batch.
+    seed_generators(device, seed)
+    net = make_net().to(device)
+    optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    # DDP rebuilds its gradient buckets after the first backward pass. A pass that changes nothing
+    # triggers that now, so that a resumed run sums in the same order.
+    warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
+    val_loader, test_loader = (make_eval_loader(accelerator, r) for r in (val_rows, test_rows))
+
+    # All that training changes: new, or from the checkpoint, which rank 0 sends to all.
+    state = State(net, optimizer, accelerator.scaler, task)
+    run.begin(state)
+    progress = state.progress
+    meter = Meter(accelerator, progress, recipe, task)
+    import_evaluate_meanwhile(accelerator)
+
+    def stop_if_any(requests: Sequence[float]) -> None:  # sums over the ranks: all stop, or none
+        if any(requests):
+            run.save(state)
+            raise StopRequested(progress.step, requests)
+
+    def after_eval_batch() -> None:
+        stop_if_any(sum_over_ranks(accelerator, run.stop_requests))
+
+    while progress.epoch < recipe.epochs and not progress.stopped_by:
+        epoch, steps_before = progress.epoch, progress.epoch * recipe.steps_per_epoch
+        run.phase("training")
+        model.train()
+        batches.start_epoch(epoch, skip_steps=progress.step - steps_before)
+        if recipe.augment:
+            augmentations = augmentation_table(recipe, train_rows, seed, epoch).to(device)
+        meter.restart_clock()
+        for micro_batches in meter.steps_of(loader):
+            step = progress.step + 1  # counted from 1
+            ends_epoch = step == steps_before + recipe.steps_per_epoch
+            log_due = ends_epoch or step % run.log_every == 0
+            # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
+            for group in optimizer.param_groups:
+                group["lr"] = lr = recipe.learning_rate(progress.step)
+            seed_forward(device, "step", seed, progress.step, accelerator.process_index)
+
+            for part, (images, targets, indices) in enumerate(micro_batches, start=1):
+                if recipe.augment:
+                    images = augment(images, augmentations[indices])
+                # DDP averages the gradients over the ranks in the backward pass of the last one.
+                is_last = part == recipe.grad_accum
+                with nullcontext() if is_last else accelerator.no_sync(model):
+                    outputs = model(images)  # uint8 in; the net normalises them
+                    loss = task.training_loss(outputs, targets)  # mean over this rank's share
+                    accelerator.backward(loss)
+                meter.update(loss, outputs, targets)
+            if log_due or recipe.max_grad_norm:
+                max_norm = recipe.max_grad_norm or math.inf  # infinite: measured alone
+                meter.gradient_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.count_step(skipped=accelerator.optimizer_step_was_skipped)
+            run.step()
+
+            # About once a second, at a step equal on all ranks, wait for the GPU. (fp16 waits in
+            # each step: whether its gradients overflowed decides if the step is taken.)
+            save_due = meter.is_save_due(run.checkpoint_every)
+            if not (log_due or save_due or step >= meter.next_sync_step):
+                continue
+            stop_requests = meter.sync(run.stop_requests)  # one all-reduce: losses, counts, stops
+            run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
+            stop_if_any(stop_requests)
+            if save_due:
+                run.save(state)
+                meter.note_save()
+
+        # Validate on held-out images. Rank 0 counts and sends its numbers to all, so all decide
+        # alike whether to stop early.
+        validation = None
+        if len(val_rows):
+            run.phase("validation")
+            tested = as_tested(net, model)
+            validation = evaluate_split(accelerator, tested, val_loader, task, after_eval_batch)
+        run.log_epoch(state, state.end_epoch(recipe, validation), validation)
+
+    # Save, then test once, without autocast; with patience, a copy that has the best weights.
+    run.save(state)
+    run.phase("test")
+    net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
+    test = evaluate_split(accelerator, as_tested(net), test_loader, task, after_eval_batch)
+    return run.finish(state, net, test)

@@ -1,0 +1,68 @@
+"""How scores, losses and confusion matrices are written and printed."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ddp_mnist.core.evaluation import EvalResult
+from ddp_mnist.system.console import warn
+
+CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
+MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
+
+
+def warn_unless_finite(metrics: EvalResult) -> None:
+    """Warn that the mean loss or score of a split is not a number, which files write as null."""
+    for name, mean in {"loss": metrics.loss, metrics.name: metrics.score}.items():
+        if not math.isfinite(mean):
+            warn(f"the mean {name} of {metrics.count:,} images is {mean}, null in files")
+
+
+def score_texts(scores: dict[str, float | None]) -> list[str]:
+    """Return each score that --metrics named, as it is printed."""
+    return [f"{name} {number_text(number)}" for name, number in scores.items()]
+
+
+def number_text(number: float | None) -> str:
+    """Return a score as it is printed; None, which files have for NaN, is undefined."""
+    if number is None or math.isnan(number):
+        return "undefined"
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.4g}"
+
+
+def shown_loss(outcome: dict[str, Any], loss: float) -> str:
+    """Return the loss of a split as it is printed, with the name of the user's own --loss."""
+    function = outcome["loss_function"]
+    own = f"{function} " if outcome["classes"] and function != CROSS_ENTROPY else ""
+    return f"loss {own}{loss:.4f}"
+
+
+def packed(confusion: list[list[int]]) -> list[list[int]]:
+    """Return the matrix as summary.json has it: for more than MANY_CLASSES classes, only its cells.
+
+    A cell is [label, prediction, rows], and those without a row are left out: with 1,000 classes
+    the whole matrix takes 9 MB.
+    """
+    if len(confusion) <= MANY_CLASSES:
+        return confusion
+    cells = np.array(confusion)
+    return [[*map(int, pair), int(cells[*pair])] for pair in np.argwhere(cells)]
+
+
+def unpacked(confusion: list[list[int]], classes: int) -> np.ndarray:
+    """Return the whole matrix [classes, classes] from the result of `packed`."""
+    if len(confusion[0]) == classes:
+        return np.array(confusion)
+    matrix = np.zeros((classes, classes), dtype=np.int64)
+    labels, predictions, rows = np.array(confusion).T
+    matrix[labels, predictions] = rows
+    return matrix
+
+
+def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
+    """Return (label, prediction, rows) for each confused pair, the most frequent first."""
+    wrong = matrix - np.diag(matrix.diagonal())
+    order = np.argsort(-wrong, axis=None, kind="stable")[: min(most, np.count_nonzero(wrong))]
+    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    return [(int(label), int(guess), int(wrong[label, guess])) for label, guess in pairs]
