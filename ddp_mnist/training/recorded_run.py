@@ -16,6 +16,7 @@ from ddp_mnist.core.state import State
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.system.console import Console
+from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.training import checkpoint, lines, model_file, result
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.training.profiling import NO_PROFILE
@@ -83,6 +84,8 @@ class RecordedRun(Run):
             with blame("the checkpoint", CheckpointError, MISFIT):
                 state.restore(content["state"], self.run.recipe)
         self.stop.is_agreed_on = True
+        if self.run.world.accelerator.is_main_process:
+            import_metrics_meanwhile()
 
     # --- While it trains
 

@@ -38,6 +38,7 @@ from ddp_mnist.errors import (
 )
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, as_json, warn
+from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.training.result import changed_since
@@ -78,6 +79,8 @@ def evaluate_run(
         model, task = trained.model.to(accelerator.device), trained.task
         if isinstance(task, Classification):
             task = Classification(task.classes, find_loss(loss), more)
+        if store.rank == 0:
+            import_metrics_meanwhile()
         loader = make_eval_loader(accelerator, rows, flags.batch_size)
         metrics = evaluate_split(accelerator, model, loader, task)
         if not accelerator.is_main_process:
