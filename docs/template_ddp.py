@@ -61,7 +61,14 @@ def make_net() -> nn.Module:
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of a batch, a scalar: ranks have equally many rows."""
+    """Return the mean loss of a batch, a scalar: ranks have equally many rows.
+
+    Divide by nothing but the number of rows. `weight=` and `ignore_index=` of cross-entropy divide
+    by a sum over this rank's own rows, and so does a mean over a mask: without an error, that is
+    another loss on each number of processes. With constant weights w of the classes (or, in place
+    of w[targets], a mask of the rows), write
+    (F.cross_entropy(outputs, targets, reduction="none") * w[targets]).mean()
+    """
     return F.cross_entropy(outputs, targets)
 
 

@@ -1,8 +1,9 @@
 import torch
 import torch.distributed as dist
-from ddp_mnist.nets.ours import CNN, MNIST
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
+
+from ddp_mnist.core.nets import CNN, MNIST
 
 dist.init_process_group("gloo")
 for name, net, shape in (("cnn", CNN(10, MNIST), MNIST), ("resnet18", resnet18(), (3, 32, 32))):

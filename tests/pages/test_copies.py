@@ -87,15 +87,18 @@ def run_template(name: str, size: int, folder: Path, *flags: str) -> list[str]:
     return "".join(printed for _, printed in outcomes).splitlines()
 
 
+def in_double(source: str) -> str:
+    """Return a template for float64: in float32, rounding alone sets the weights 1e-5 apart."""
+    return source.replace(".float()", ".double()").replace("64, 10))", "64, 10)).double()")
+
+
 def test_both_templates_train_to_the_same_weights_on_any_number_of_processes(here: Path) -> None:
-    """In float64: in float32, rounding alone sets them 1e-5 apart."""
     tasks = set()
     for name in TEMPLATES:
         source = (REPOSITORY / "docs" / f"{name}.py").read_text()
         assert "ddp_mnist" not in source
         tasks.add(TASK.findall(source)[0])
-        in_double = source.replace(".float()", ".double()").replace("64, 10))", "64, 10)).double()")
-        Path(f"{name}.py").write_text(in_double)
+        Path(f"{name}.py").write_text(in_double(source))
     assert len(tasks) == 1
     nets, printed = [], set()
     for size, name in itertools.product((1, 2, 3), TEMPLATES):
@@ -106,6 +109,27 @@ def test_both_templates_train_to_the_same_weights_on_any_number_of_processes(her
     assert len(printed) == 1 and len(printed.pop()) == 2
     assert max(largest_difference(net, nets[0]) for net in nets) < 1e-9
     assert all(torch.equal(nets[0][key], nets[1][key]) for key in nets[0])  # alone, bit for bit
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_class_weights_are_one_loss_on_two_processes_only_as_the_docstring_writes_it(
+    here: Path, name: str
+) -> None:
+    """PyTorch's own `weight` divides by the weights of a rank's rows: it must stay warned of."""
+    source = in_double((REPOSITORY / "docs" / f"{name}.py").read_text())
+    [advice] = re.findall(r"^ +(\(F\.cross_entropy\(.*\)\.mean\(\))$", source, re.MULTILINE)
+    plain = "return F.cross_entropy(outputs, targets)"
+    assert source.count(plain) == 1
+    apart = []
+    for loss in ("F.cross_entropy(outputs, targets, weight=w)", advice):
+        weighted = f"w = torch.linspace(0.2, 5, 10).double()\n    return {loss}"
+        Path(f"{name}.py").write_text(source.replace(plain, weighted))
+        nets = []
+        for size in (1, 2):
+            run_template(name, size, here, "--epochs", "1")
+            nets.append(torch.load(f"{name}.pt", weights_only=True)["net"])
+        apart.append(largest_difference(*nets))
+    assert apart[0] > 1e-3 and apart[1] < 1e-9, apart
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
