@@ -40,7 +40,8 @@ def parse_arguments() -> argparse.Namespace:
 def make_rows(dataset: str) -> tuple[Rows, Rows, Rows]:
     """Return the rows to train on, to validate on and to test on; here none to validate on.
 
-    They must be the same on every process and in every start: what is drawn needs a seed.
+    Without them a recipe's `patience` and `target_accuracy` have no effect. The rows must be the
+    same on every process and in every start: what is drawn needs a seed.
     """
     found = load_dataset(dataset)
     train, test = read(found["train"]), read(found["test"])
@@ -54,15 +55,17 @@ def read(split: Dataset) -> Rows:
     return Rows(images, torch.from_numpy(np.asarray(columns["label"], np.int64)))
 
 
-def make_net(rows: Rows, task: Task, dtype: torch.dtype) -> Normalised:
+def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
     """Return the net, for pixels. The mean and deviation are those of the train rows."""
     pixels = rows.images.float() / 255
     mean, std = round(pixels.mean().item(), 4), round(pixels.std(correction=0).item(), 4)
-    net = CNN(task.outputs).to(dtype)
+    net = CNN(task.outputs).to(torch.float64 if float64 else torch.float32)
     return Normalised(net.to(memory_format=torch.channels_last), [mean], [std])
 
 
-def make_task() -> Task:
+def make_task(rows: Rows) -> Task:
+    """Return the task. For rare classes, add `weights=balanced(rows.targets)`, on the device."""
+    del rows
     return Classification([*"0123456789"], smoothing=0.1)
 
 
@@ -84,23 +87,31 @@ def main() -> None:
         cpu=not torch.cuda.is_available(),
         mixed_precision="no" if arguments.float64 else None,  # None: the launcher's
     )
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != started:
-        raise SystemExit(f"WORLD_SIZE={started}: each process would train alone; start it anew")
-    with accelerator.local_main_process_first():  # which fetches the data, or converts it, once
+    started, joined = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    if started != joined:
+        raise SystemExit(
+            f"WORLD_SIZE={started}: but Accelerate joined {joined}, so each trains alone"
+        )
+    with accelerator.local_main_process_first():  # so that the data is fetched and converted once
         rows = make_rows(arguments.dataset)
-    task, recipe = make_task(), make_recipe(rows[0], arguments)
-    dtype = torch.float64 if arguments.float64 else torch.float32
+    task, recipe = make_task(rows[0]), make_recipe(rows[0], arguments)
+    make_our_net = partial(make_net, rows[0], task, arguments.float64)
     run = Run(accelerator, recipe, arguments.checkpoint, arguments.resume)
-    signal.signal(signal.SIGTERM, lambda *_: run.stop_requests.__setitem__(0, 1.0))
+
+    def ask_to_stop(*_: object) -> None:
+        run.stop_requests[0] = 1.0
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    code = 0
     try:
-        make = partial(make_net, rows[0], task, dtype)
-        fit(accelerator, rows, make, task, recipe, arguments.seed, run)
+        fit(accelerator, rows, make_our_net, task, recipe, arguments.seed, run)
     except StopRequested as stop:
         accelerator.print(f"{stop}; to go on, add --resume")
-        raise SystemExit(143) from None
+        code = 128 + signal.SIGTERM
     accelerator.free_memory()  # DDP before the group: else gloo's threads may abort as Python exits
     accelerator.end_training()
+    if code:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def make_accelerator(
 ) -> Accelerator:
     """Return the Accelerator of this process, which joins the others if a launcher started it.
 
-    Pass `cpu` without a GPU: else Accelerate ignores the launcher, and each process would train
-    alone. Without `mixed_precision` (no, fp16 or bf16) it is the launcher's. `hook`, one of
-    COMM_HOOKS, compresses the gradients that DDP sends.
+    Pass `cpu` where there is no GPU: without it Accelerate, which then finds no backend for the
+    launcher's processes, lets each train alone. Without `mixed_precision` (no, fp16 or bf16) it is
+    the launcher's. `hook`, one of COMM_HOOKS, compresses the gradients that DDP sends.
     """
     return Accelerator(
         cpu=cpu,
@@ -63,7 +63,7 @@ def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: Tensor)
     share = micro_batch[: len(micro_batch) // accelerator.num_processes]
     model.eval()
     with warnings.catch_warnings():
-        # of weights for one input channel, whose strides in channels_last are as good as cuDNN's
+        # Harmless: a kernel of one input channel has several strides that are channels_last.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         model(share.to(accelerator.device)).sum().backward()
     model.zero_grad()

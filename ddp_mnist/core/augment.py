@@ -29,7 +29,7 @@ LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT
 def augmentation_table(recipe: Recipe, rows: Rows, seed: int, epoch: int) -> Tensor:
     """Return each row's changes in an epoch, float32 [rows, 2 or 3, 3].
 
-    The first two lines are an inverse affine map in grid_sample's coordinates; a third one, for
+    The first two rows are an inverse affine map in grid_sample's coordinates; a third one, for
     pictures, holds factors of brightness, contrast and saturation. All draws are uniform within the
     bounds above, and within half of them in the last quarter of all epochs. Built on the CPU for
     all rows at once, so every process holds the same bits.

@@ -65,12 +65,17 @@ class GlobalBatchSampler(Sampler[Any]):
     drop_last = True  # Accelerate reads this name and `batch_size`
 
     def __init__(self, rows: Rows, recipe: Recipe, seed: int) -> None:
-        """Raise ValueError if the recipe is not for so many rows, or its steps cannot be parted."""
+        """Raise ValueError if the recipe does not match the rows, or its batch cannot be split."""
         self.rows, self.seed, self.grad_accum = rows, seed, recipe.grad_accum
         self.steps_per_epoch = recipe.steps_per_epoch
         self.micro_batch_size, rest = divmod(recipe.batch_size, recipe.grad_accum)
-        if rest or not 0 < recipe.steps_per_epoch == len(rows) // recipe.batch_size:
-            raise ValueError(f"{len(rows):,} rows cannot be trained on by {recipe}")
+        steps = len(rows) // recipe.batch_size
+        if not steps or steps != recipe.steps_per_epoch:
+            raise ValueError(
+                f"{len(rows):,} rows make {steps:,} steps an epoch, not as in {recipe}"
+            )
+        if rest:
+            raise ValueError(f"a batch cannot be split into equal micro-batches: {recipe}")
         self.batch_size = self.micro_batch_size  # what is yielded: Accelerate reads this name
         self.epoch = self.skip_steps = 0
 
@@ -91,8 +96,8 @@ class GlobalBatchSampler(Sampler[Any]):
         yield from micro_batches[first:end]
 
 
-def make_loader(rows: Rows, **order: Any) -> DataLoader[Any]:
+def make_loader(rows: Rows, **options: Any) -> DataLoader[Any]:
     """Return a loader with a `batch_sampler`, or of all rows in order, `batch_size` at a time."""
     # Rows returns whole batches, so there is nothing to collate. Without its own generator the
     # loader would draw a seed from the global one.
-    return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **order)
+    return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **options)

@@ -1,7 +1,7 @@
 """Exact metrics of a split on any number of processes.
 
-Predictions and targets are gathered, and the task counts them on rank 0: classes with a class that
-derives from `evaluate.Metric`. Neither the Hub nor a lock file is involved; the rows are counted.
+Predictions and targets are gathered, and the task counts them on rank 0: for classes, with a
+subclass of `evaluate.Metric`. Neither the Hub nor a lock file is involved; the rows are counted.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class EvalResult:
     details: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its entries in the output of `evaluate`."""
+        """Return its entries in JSON."""
         numbers = {self.name: self.score, "loss": self.loss, "count": self.count}
         return {**numbers, **self.details, "scores": self.scores}
 
@@ -53,8 +53,8 @@ def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | No
     """Return a loader that splits `rows` among the processes, in order."""
     # With a batch larger than the split, Accelerate would repeat rows to fill it.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
-    a_pass = per_process or eval_batch_size(rows.images, accelerator.device.type == "cuda")
-    batch_size = min(a_pass, most) * accelerator.num_processes
+    per_forward = per_process or eval_batch_size(rows.images, accelerator.device.type == "cuda")
+    batch_size = min(per_forward, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 
@@ -84,8 +84,10 @@ def evaluate_split(
     """
     was_training = model.training
     model.eval()
-    if buffers := [*model.buffers()]:  # BatchNorm's; DDP sends them only before a forward
-        broadcast(buffers)  # rank 0's, in place
+    # BatchNorm's statistics are each rank's own since the last training step: DDP sends rank 0's
+    # only before a forward pass.
+    if buffers := [*model.buffers()]:
+        broadcast(buffers)
     gathered = []
     for images, targets, _ in loader:
         with without_tf32():
@@ -101,12 +103,12 @@ def evaluate_split(
     rows = len(loader.dataset)  # type: ignore[arg-type]
     if len(targets) != rows:
         raise RuntimeError(f"counted {len(targets)} rows of a split of {rows}: wrong metrics")
-    counted = b""
+    payload = b""
     if accelerator.is_main_process:
         loss = losses.sum().item() / rows
         found = task.count(predictions, targets)
         numbers = found["scores"].items()
         found["scores"] = {name: x if math.isfinite(x) else None for name, x in numbers}
         metrics = EvalResult(task.name, loss=loss, count=rows, **found)
-        counted = json.dumps(dataclasses.asdict(metrics)).encode()
-    return EvalResult(**json.loads(broadcast_bytes(accelerator, counted)))
+        payload = json.dumps(dataclasses.asdict(metrics)).encode()
+    return EvalResult(**json.loads(broadcast_bytes(accelerator, payload)))

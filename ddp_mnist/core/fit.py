@@ -1,4 +1,4 @@
-"""The training run from its first step to the test: the loop, and nothing that it need not know."""
+"""The training run from its first step to the test."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def fit(
     after saving, Diverged for numbers that are not finite; both on all ranks, at the same step.
     """
     device = accelerator.device
-    accelerator.gradient_accumulation_steps = recipe.grad_accum  # `backward` divides by it
+    accelerator.gradient_accumulation_steps = recipe.grad_accum  # by which `backward` divides
 
     # Data. The batch of a step is global, the same on every rank, in grad_accum micro-batches.
     train_rows, val_rows, test_rows = rows
@@ -98,37 +98,37 @@ def fit(
                     accelerator.backward(loss)
                 meter.update(loss, outputs, targets)
             if log_due or recipe.max_grad_norm:
-                max_norm = recipe.max_grad_norm or math.inf  # infinite: measured alone
+                max_norm = recipe.max_grad_norm or math.inf  # inf: only measure the norm
                 meter.gradient_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
             progress.count_step(skipped=accelerator.optimizer_step_was_skipped)
             run.step()
 
-            # About once a second, at a step equal on all ranks, wait for the GPU. (fp16 waits in
-            # each step: whether its gradients overflowed decides if the step is taken.)
+            # At a log line, a save, or else about once a second, at the same step on all ranks,
+            # wait for the GPU. (fp16 waits in each step, to see whether its gradients overflowed.)
             save_due = meter.is_save_due(run.checkpoint_every)
             if not (log_due or save_due or step >= meter.next_sync_step):
                 continue
-            stop_requests = meter.sync(run.stop_requests)  # one all-reduce: losses, counts, stops
+            stop_requests = meter.sync(run.stop_requests)  # one all-reduce; may raise Diverged
             run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
             stop_if_any(stop_requests)
             if save_due:
                 run.save(state)
                 meter.note_save()
 
-        # Validate on held-out images. Rank 0 counts and sends its numbers to all, so all decide
-        # alike whether to stop early.
+        # Validate. Rank 0 counts and sends its numbers to all, so all decide alike.
         validation = None
         if len(val_rows):
             run.phase("validation")
             tested = as_tested(net, model)
             validation = evaluate_split(accelerator, tested, val_loader, task, after_eval_batch)
-        run.log_epoch(state, state.end_epoch(recipe, validation), validation)
+        means = state.end_epoch(recipe, validation)  # counts the epoch, and may stop early
+        run.log_epoch(state, means, validation)
 
     # Save, then test once, without autocast; with patience, a copy that has the best weights.
     run.save(state)
     run.phase("test")
-    net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
-    test = evaluate_split(accelerator, as_tested(net), test_loader, task, after_eval_batch)
-    return run.finish(state, net, test)
+    final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
+    test = evaluate_split(accelerator, as_tested(final_net), test_loader, task, after_eval_batch)
+    return run.finish(state, final_net, test)

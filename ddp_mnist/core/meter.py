@@ -19,7 +19,7 @@ from .task import Task
 # between two checkpoints.
 SAVE_STEPS = 100
 SAVE_S = 5.0
-MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")  # other in equal runs
+MEASURED = ("images_per_second", "waiting_for_data", "peak_memory_mb")  # vary between equal runs
 
 
 class Meter:

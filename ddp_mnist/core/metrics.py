@@ -1,7 +1,7 @@
 """Classification metrics as a class of `evaluate`, which needs neither the Hub nor a lock file.
 
-Importing this imports `evaluate` and `datasets`, which takes over a second, so only rank 0 does so,
-when it has something to count.
+Importing this imports `evaluate` and `datasets`, which takes over a second: rank 0, which counts,
+does so meanwhile, in a thread.
 """
 
 import tempfile

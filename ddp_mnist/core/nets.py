@@ -109,7 +109,7 @@ class MLP(nn.Module):
 class CNNBatchNorm(CNN):
     """CNN with BatchNorm: each process normalises by its own share of the batch.
 
-    So N processes do not train as one does, unless --sync-bn makes the statistics global.
+    So N processes do not train as one does, unless SyncBatchNorm makes the statistics global.
     """
 
     norm = nn.BatchNorm2d

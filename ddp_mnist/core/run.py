@@ -1,4 +1,4 @@
-"""What `fit` tells the outside, in seven methods: here, lines on rank 0 and one checkpoint."""
+"""What `fit` reports, in seven methods: here, lines on rank 0 and one checkpoint."""
 
 import os
 from pathlib import Path
@@ -16,17 +16,17 @@ from .wrappers import Normalised
 
 
 class Run:
-    """A plain run. Derive yours from it, and say more, or elsewhere; all ranks call each method."""
+    """A plain run. Derive yours to report elsewhere, or more; all ranks call each method."""
 
     log_every = 100  # optimizer steps between lines
-    checkpoint_every: int | None = 100  # optimizer steps; None: as many as take some seconds
+    checkpoint_every: int | None = 100  # optimizer steps; None: by the clock, see meter.py
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, file: Path, resume: bool) -> None:
-        """Save to `file`; `resume` begins from what it holds. Both matter on rank 0 alone."""
+        """Save to `file`, on rank 0. `resume`, the same on all ranks, begins from what it holds."""
         self.accelerator, self.recipe, self.file, self.resume = accelerator, recipe, file, resume
         if accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
-        # This rank's wishes: `fit` adds up each of them over the ranks, and stops if any is not 0.
+        # This rank's requests: `fit` adds up each over the ranks, and stops if any sum is not 0.
         self.stop_requests = [0.0]
 
     def begin(self, state: State) -> None:
@@ -38,21 +38,21 @@ class Run:
             self.accelerator.print(f"resumed after step {state.progress.step}")
 
     def phase(self, name: str) -> None:
-        """Note that training, validation or test begins."""
+        """Report that training, validation or test begins."""
 
     def step(self) -> None:
-        """Note that a step has ended; nothing may wait for the GPU here."""
+        """Report that a step has ended; nothing may wait for the GPU here."""
 
     def log(self, step: int, line: dict[str, Any], write: bool) -> None:
         """Show the line of a sync point; `write` every `log_every` steps, and as an epoch ends."""
         if write:
-            self.accelerator.print(f"step {step}  loss {line['loss']:.4f}  lr {line['lr']:.5f}")
+            self.accelerator.print(f"step {step}  loss {text(line['loss'])}  lr {line['lr']:.5f}")
 
     def log_epoch(self, state: State, means: dict[str, Any], validation: EvalResult | None) -> None:
         """Show the epoch that has ended: its mean loss and score, and its validation, if any."""
-        judged = f"  validation {validation.score:.4f}" if validation else ""
-        epoch, loss, score = state.progress.epoch, means["loss"], means["score"]
-        self.accelerator.print(f"epoch {epoch}  loss {loss:.4f}  score {score:.4f}{judged}")
+        line = f"loss {text(means['loss'])}  score {text(means['score'])}"
+        line += f"  validation {text(validation.score)}" if validation else ""
+        self.accelerator.print(f"epoch {state.progress.epoch}  {line}")
 
     def save(self, state: State) -> None:
         """Keep the state of this step."""
@@ -69,3 +69,8 @@ class Run:
         result = f"test {test.name} {test.score:.4f} on {test.count:,} images"
         self.accelerator.print(f"{result} after {state.progress.step:,} steps")
         return test
+
+
+def text(number: float | None) -> str:
+    """Return a mean as it is printed; it is None if no loss was finite, as may be in fp16."""
+    return "not finite" if number is None else f"{number:.4f}"

@@ -21,14 +21,17 @@ def generator(purpose: str, *counters: int) -> torch.Generator:
 def seed_forward(device: torch.device, purpose: str, *counters: int) -> None:
     """Seed the random numbers that a net or a loss may draw in forward, on this device.
 
-    They may be torch's, NumPy's or Python's. torch.manual_seed seeds every type of device, and for
-    an absent one queues the call with its stack trace: 0.9 ms and some memory in each step.
+    They may be torch's, NumPy's or Python's.
     """
     seed_generators(device, seed_of(purpose, *counters))
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed all generators that need not be named: torch's on this device, NumPy's and Python's."""
+    """Seed the global generators: torch's on this device, NumPy's and Python's.
+
+    torch.manual_seed seeds every type of device, and for an absent one queues the call with its
+    stack trace: 0.9 ms and some memory in each step.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

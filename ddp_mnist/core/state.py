@@ -51,10 +51,10 @@ class Progress:
     epoch: int = 0  # epochs completed
     step: int = 0  # optimizer steps taken
     skipped_steps: int = 0  # of these, the ones that fp16's loss scaler skipped
-    skipped_in_a_row: int = 0  # of these, since the last that it did not skip
+    skipped_in_a_row: int = 0  # of these, the ones since the last step that was taken
     train_seconds: float = 0.0  # in training steps, without validation and saving
-    save_seconds: float = 0.0  # in saving checkpoints
-    total_seconds: float = 0.0  # since the processes began to look for each other
+    save_seconds: float = 0.0  # in saving checkpoints, as a run measures it
+    total_seconds: float = 0.0  # since `State.start_time`
     score: float | None = None  # of the current weights' validation; None before one
     best_score: float | None = None  # so far, of the validations that patience looks at
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
@@ -91,7 +91,7 @@ class Progress:
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
     def raise_if_diverged(self, recipe: Recipe, accelerator: Accelerator) -> None:
-        """Raise Diverged, on all ranks alike, once the weights are beyond repair.
+        """Raise Diverged, on all ranks alike, once the weights cannot recover.
 
         Without a loss scaler one loss that is not finite is fatal; fp16's skips such a step, so a
         few are allowed, until a whole stretch between two sync points has none.
@@ -158,7 +158,7 @@ class State:
         return net
 
     def content(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the content of a checkpoint: tensors and plain values.
+        """Return the content of a checkpoint: tensors and plain values; note how long it took.
 
         Raise Diverged if a weight is not a finite number, although each loss was.
         """
@@ -182,7 +182,7 @@ class State:
         """
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-            saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device
+            saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device has it
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self.scaler and content["scaler"]:

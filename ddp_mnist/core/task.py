@@ -1,9 +1,8 @@
 """What is learned from the images: their class, or the numbers of a task of your own.
 
-Training, validation, the report and all other verbs ask the task alone what an output means. The
-mean over a batch is taken in `training_loss`: all ranks have equally many images, so the mean of
-their gradients is the gradient of the global batch; and an evaluation can ignore the rows that pad
-its last batch.
+Whoever asks what an output means asks the task. The mean over a batch is taken in `training_loss`:
+all ranks have equally many images, so the mean of their gradients is the gradient of the global
+batch. A loss is of one image, so that an evaluation can drop the rows that pad its last batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ class Task:
     a run in float64. `mean` and `std` are the targets' over the train images, one for each column.
     """
 
-    columns: tuple[str, ...] = ()  # of metadata.csv or of the table
+    columns: tuple[str, ...] = ()  # of the table that the images come with
     name = "score"  # of `score`, in what is printed and written
     outputs = 0  # how many numbers the net gives for an image; by default one for each column
     names: list[str]  # what the outputs are about: the columns, or the classes
@@ -88,9 +87,9 @@ class Task:
 class Classification(Task):
     """Which of the classes an image shows: int64 labels [B] are learned from logits [B, classes].
 
-    With `weights`, float32 [classes], training minimises the mean of weighted losses. PyTorch's own
-    `weight` would divide by the sum of the batch's weights, which differs from rank to rank: N
-    processes would not train as one.
+    With `weights`, float32 [classes] on the targets' device, training minimises the mean of the
+    weighted losses. PyTorch's own `weight` would divide by the sum of the batch's weights, which
+    differs from rank to rank: N processes would not train as one.
     """
 
     classes: list[str]

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class Normalised(nn.Module):
-    """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
+    """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and standard deviation 1 per channel.
 
     They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
-    same pixels. Mean and deviation, shares of 255 for each channel, are not buffers: DDP would
-    broadcast those in each step. With `shifted_views`, the net is tested and used by them.
+    same pixels. Mean and deviation, fractions of 255 for each channel, are not buffers: DDP would
+    broadcast those in each step. With `shifted_views`, the net is evaluated by `ShiftedViews`.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 def test_a_recipe_for_other_rows_is_refused(wrong: dict[str, int]) -> None:
     """Batches would be smaller than it says, or an epoch would never end."""
     recipe = fit_recipe(**{"batch_size": 8, "steps_per_epoch": 12, **wrong})
-    with pytest.raises(ValueError, match=r"^100 rows cannot be trained on by Recipe\(epochs=1, "):
+    with pytest.raises(ValueError, match=r"^100 rows make \d+ steps|^a batch cannot be split"):
         GlobalBatchSampler(rows_of(100), recipe, seed=0)
 
 
