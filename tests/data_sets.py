@@ -18,7 +18,7 @@ import torch
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.image_format import DIGITS, ImageFormat
 
 # datasets reads its environment at import: not before conftest.py set it.
 
@@ -145,6 +145,16 @@ def few_digits(folder: Path, train: int, test: int) -> Path:
         for kind in ("images", "labels")
     }
     return write_idx(folder, **few)
+
+
+def write_digits(folder: Path) -> Path:
+    """Write half of the digits as tables with Hugging Face's metadata, as MNIST is stored."""
+    digits = cache.load("digits")
+    for split, count in (("train", 720), ("test", 90)):
+        images, labels, _ = of(digits, split)
+        files = cells_of([encoded(image[0].numpy()) for image in images[:count]])
+        write_split(folder, split, DIGITS, image=files, label=labels[:count].tolist())
+    return folder
 
 
 # --- Folders of images of noise

@@ -1,4 +1,4 @@
-"""The mistakes that `train --inject` can make on purpose; training/mistakes.py makes them."""
+"""The mistakes that `train --inject` can make on purpose; verbs/verify/mistakes.py makes them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

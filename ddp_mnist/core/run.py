@@ -24,6 +24,8 @@ class Run:
     def __init__(self, accelerator: Accelerator, recipe: Recipe, file: Path, resume: bool) -> None:
         """Save to `file`; `resume` begins from what it holds. Both matter on rank 0 alone."""
         self.accelerator, self.recipe, self.file, self.resume = accelerator, recipe, file, resume
+        if accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
         # This rank's wishes: `fit` adds up each of them over the ranks, and stops if any is not 0.
         self.stop_requests = [0.0]
 

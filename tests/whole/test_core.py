@@ -1,0 +1,126 @@
+"""The core, copied alone into a folder, trains as the whole package does."""
+
+import importlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.verbs.verify import watch
+from ddp_mnist.verbs.verify.watch import largest_difference, weights_of
+from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, python
+from tests.data_sets import write_digits
+from tests.run_checks import with_flags
+
+STOPS_AT = 13  # of 20 steps
+MNIST_OR_LESS = re.compile(r"test accuracy (0\.\d+) on 10,000 images after 416 steps")
+
+
+@pytest.fixture(scope="module")
+def made(once: Callable[..., Path]) -> Path:
+    """A folder with a copy under another name, and the digits as a data set of MNIST's kind."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(REPOSITORY / "ddp_mnist" / "core", folder / "my_trainer")
+        write_digits(folder / "digits")
+
+    return once("copied", make)
+
+
+def train_copy(made: Path, run: str, *flags: str, stops: bool = False) -> None:
+    """Train by the copy; with `stops`, the last rank gets SIGTERM at STOPS_AT."""
+    torch.set_num_threads(1)
+    steps, ranks_after = itertools.count(1), int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+    def strike(*_: Any) -> None:
+        if next(steps) == STOPS_AT and int(os.environ.get("RANK", "0")) == ranks_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    sys.path.insert(0, str(made))
+    data = ["--dataset", str(made / "digits"), "--batch-size", "72", "--epochs", "2"]
+    sys.argv = ["my_trainer", *data, "--checkpoint", f"{run}/checkpoint.pt", *flags]
+    with watch.before_each_step(strike if stops else lambda *_: None):
+        importlib.import_module("my_trainer.__main__").main()
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "model.pt")
+
+
+def test_a_copy_on_n_processes_equals_one_and_resumed_equals_unbroken(
+    made: Path, tmp_path: Path
+) -> None:
+    for size in (1, 2, 3):
+        run_world(size, train_copy, made, f"whole-{size}", "--float64", folder=tmp_path)
+    in_parts = ("parts-2", "--float64", "--grad-accum", "3")
+    run_world(2, train_copy, made, *in_parts, folder=tmp_path)
+    runs = [weights(path) for path in tmp_path.glob("*-?")]
+    assert len(runs) == 4
+    assert max(largest_difference(run, runs[0]) for run in runs) < 1e-9
+
+    for size in (2, 3):
+        run = (made, f"stopped-{size}", "--float64")
+        ended = LocalWorld(size, stopped, *run, folder=tmp_path).outcomes()
+        assert [str(outcome) for outcome in ended] == ["143"] * size
+        assert not (tmp_path / run[1] / "model.pt").exists()
+        run_world(size, train_copy, *run, "--resume", folder=tmp_path)
+        again, unbroken = weights(tmp_path / run[1]), weights(tmp_path / f"whole-{size}")
+        assert all(torch.equal(again[name], unbroken[name]) for name in unbroken)
+
+
+def stopped(*arguments: Any) -> None:
+    train_copy(*arguments, stops=True)
+
+
+def test_it_trains_to_the_weights_of_ddp_mnist_train_bit_for_bit(
+    made: Path, tmp_path: Path
+) -> None:
+    """With the same recipe, and a validation split in neither."""
+    run_world(1, train_copy, made, "core", folder=tmp_path)
+    flags = {"model": "cnn", "epochs": 2, "val_size": 0}
+    plain = {"mixed_precision": "no", "dataset": str(made / "digits")}
+    config = with_flags(watch.proof_config(**flags), **plain)
+    run_world(1, watch.just_train, config, folder=tmp_path)
+    ours, theirs = weights(tmp_path / "core"), weights_of(tmp_path / "run")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_that_is_damaged_or_not_there_is_refused(made: Path, tmp_path: Path) -> None:
+    run_world(1, train_copy, made, "run", "--epochs", "1", folder=tmp_path)
+    file = tmp_path / "run" / "checkpoint.pt"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    again = (train_copy, made, "run", "--resume")
+    [error] = LocalWorld(1, *again, folder=tmp_path).outcomes()
+    assert str(error) == "the checkpoint is damaged or cut short: its SHA-256 does not match"
+    file.unlink()
+    [error] = LocalWorld(1, *again, folder=tmp_path).outcomes()
+    assert isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.system
+def test_under_launchers_it_learns_mnist_in_one_epoch(
+    made: Path, mnist: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "my_trainer", tmp_path / "my_trainer")
+    launch = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--num_processes", "2"]
+    two = ["--standalone", "--nproc-per-node", "2"]
+    data, found = ["-m", "my_trainer", "--dataset", str(mnist)], {}
+    for name, start in (("plain", []), ("launch", launch), ("torchrun", [*TORCHRUN, *two])):
+        place = ["--checkpoint", f"{name}/checkpoint.pt"]
+        ended = python(*start, *data, *place, folder=tmp_path, variables={"PYTHONPATH": ""})
+        [accuracy] = MNIST_OR_LESS.findall(ended.succeeds())
+        assert float(accuracy) >= 0.99, name
+        found[name] = weights(tmp_path / name)
+    assert all(torch.equal(found["launch"][n], x) for n, x in found["torchrun"].items())
