@@ -31,19 +31,21 @@ def make_task(
     classes: list[str],
     train: Rows,
     device: torch.device,
+    own_task: type[Task] | None = None,
     loss: Loss | None = None,
     scores: Mapping[str, Score] | None = None,
 ) -> Task:
-    """Return the task of a run that trains on these rows. Raises as `find_task` does.
+    """Return the task of a run that trains on these rows. Raise UsageError if it cannot be made.
 
-    `loss` is what --loss names; `scores` are what --metrics names, on rank 0, which counts.
+    `own_task` is what --task names, `loss` what --loss does; `scores` are what --metrics names, on
+    rank 0, which counts.
     """
     targets = train.targets[train.rows]
-    if recipe.task:
+    if own_task:
         std = targets.double().std(0, correction=0).tolist()
         scales = [each or 1.0 for each in std]  # of equal numbers
         with blame(f"{TASK} {recipe.task}", UsageError):
-            return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
+            return own_task(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
     return Classification(classes, loss, scores or {}, recipe.label_smoothing, weights)
 

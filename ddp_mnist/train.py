@@ -8,6 +8,7 @@ to nine seconds on two cores.
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from ddp_mnist.cluster.launch import Launch
@@ -17,6 +18,7 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.fit import fit
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.net import make_net
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.set_up import MakeMistake, set_up_run
 
@@ -43,7 +45,8 @@ def fit_recorded(recorded: RecordedRun) -> dict[str, Any]:
     rows = rows_of_splits(run.images, accelerator.device)
     with recorded.as_errors():
         seed = run.config.run.seed
-        return fit(accelerator, rows, run.make_net, run.task, run.recipe, seed, recorded)
+        make = partial(make_net, run)
+        return fit(accelerator, rows, make, run.task, run.recipe, seed, recorded)
 
 
 if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path

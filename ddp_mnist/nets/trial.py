@@ -119,13 +119,13 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 # --- What a checkpoint would lose
 
 
-def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
+def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str | None:
     """Raise UsageError if a net that is resumed would differ from one that went on.
 
     After a step, a net that `make` made goes on beside another one, which has nothing of it but its
     state_dict, as after a resume; both draw the same random numbers. If their logits are equal,
     return a sentence on the numbers that the state_dict lacks all the same, as a count of calls;
-    "" if there are none.
+    None if there are none.
     """
     unbroken = _made(make)
     before = _outside_state_dict(unbroken.net)
@@ -148,7 +148,7 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
                 " from a default generator (torch, NumPy, random)"
             )
     if not counts:
-        return ""
+        return None
     return (
         f"--model {name}: forward changes {', '.join(counts)}, which is not in its state_dict; if"
         " the logits ever depend on it, a resumed run will differ"

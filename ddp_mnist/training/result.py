@@ -29,7 +29,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
     Seconds are wall-clock, summed over the parts of a run that was resumed.
     """
     config, world, images, progress = run.config, run.world, run.images, state.progress
-    recipe = config.recipe
+    recipe, weights = config.recipe, run.found.weights
     images_trained_on = progress.step * recipe.batch_size
     device = world.device_name
     gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
@@ -55,7 +55,9 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
-        "weights": str(run.weights) if run.weights else None,  # DEFAULT may mean others one day
+        "weights": str(run.found.weights)
+        if run.found.weights
+        else None,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.start_time, 3),

@@ -5,7 +5,7 @@ Only the process that has the run folder has them. A slow one holds up the steps
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate.tracking import filter_trackers, get_available_trackers
@@ -32,13 +32,13 @@ def known_trackers(trackers: str | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
-    """Log the block's metrics to the trackers of these names too.
+def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
+    """Log the block's metrics to the run's trackers too.
 
     Raise UsageError if one cannot be started, StorageError if one fails.
     """
     config, world = run.config, run.world
-    if folder.path is None or not names:
+    if folder.path is None or not run.found.trackers:
         yield
         return
     accelerator, typed = world.accelerator, f"--trackers {config.run.trackers}"
@@ -59,7 +59,7 @@ def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterat
     settings = {name: value for name, value in settings.items() if value is not None}
     with blame(typed, UsageError):
         accelerator.project_configuration.set_directories(place)
-        accelerator.log_with = filter_trackers(names, place)
+        accelerator.log_with = filter_trackers(run.found.trackers, place)
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
 
     def log(metrics: dict[str, Any], step: int) -> None:
