@@ -40,7 +40,7 @@ class EarlierRun:
 
     path: str  # on rank 0's machine
     saved: dict[str, Any]  # its config.json
-    finished: str = ""  # the line to print if nothing is left to do
+    finished: str | None = None  # the line to print if nothing is left to do
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
         earlier = EarlierRun(str(path), read_saved(path))
-        now = inherit(config, earlier)
-        for group in (now.run, now.recipe):
+        for group in (config.run, config.recipe):
             for name, value in flag_values(group, "must equal").items():
-                refuse_another(name, value, earlier.flags[name], path)
+                if name in config.typed:
+                    refuse_another(name, value, earlier.flags[name], path)
         has_model = (path / MODEL).exists()  # else it is written again
-        if state != "finished" or not has_model or wants_more(now.recipe, earlier.flags):
+        if state != "finished" or not has_model or wants_more(config, earlier.flags):
             return asdict(earlier)
         return asdict(earlier) | {"finished": finished_line(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -89,15 +89,15 @@ def read_saved(path: Path) -> dict[str, Any]:
     """Return a run's config.json; a flag that is newer than the run has its default there.
 
     So the default of a new flag has to mean that all is as before. Raise CheckpointError if the run
-    is of another format, or has a flag that is unknown here.
+    is of another format, or has a flag that is unknown here, TypeError if a value makes no sense.
     """
     saved = read_json(path / CONFIG)
     other = "" if saved["format"] == RUN_FORMAT else f"format {saved['format']}"
     for key, group in GROUPS.items():
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
-        defaults = {field.name: field.default for field in flag_fields(group)}
-        other = other or ", ".join(map(flag_name, sorted(found.keys() - defaults.keys())))
-        saved[key] = defaults | found
+        unknown = found.keys() - {field.name for field in flag_fields(group)}
+        other = other or ", ".join(map(flag_name, sorted(unknown)))
+        saved[key] = found if other else flag_values(group(**found))
     if other:
         what = f"is of another version of ddp_mnist ({other})"
         raise CheckpointError(f"--resume {path}: {what}; resume it with that, or start a new run")
@@ -106,20 +106,22 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 def inherit(config: TrainConfig, earlier: EarlierRun) -> TrainConfig:
     """Return `config` with the run's own values for all flags that were not typed."""
-    typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
+    given = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
 
     def inherited(group: Any) -> Any:
-        kept = flag_values(group, "must equal", "may change").keys() - typed
+        kept = flag_values(group, "must equal", "may change").keys() - given
         return dataclasses.replace(group, **{name: earlier.flags[name] for name in kept})
 
     run, recipe = inherited(config.run), inherited(config.recipe)
     return dataclasses.replace(config, resumes=True, run=run, recipe=recipe)
 
 
-def wants_more(now: Recipe, before: dict[str, Any]) -> bool:
+def wants_more(config: TrainConfig, before: dict[str, Any]) -> bool:
     """Return whether a finished run should train longer, by its epochs or its stop rules."""
-    stops = ("target_accuracy", "patience")
-    return (now.epochs or 0) > before["epochs"] or any(getattr(now, n) != before[n] for n in stops)
+    names = config.typed & {"epochs", "target_accuracy", "patience"}
+    typed = {name: getattr(config.recipe, name) for name in names}
+    more_epochs = (typed.pop("epochs", None) or 0) > before["epochs"]
+    return more_epochs or any(value != before[name] for name, value in typed.items())
 
 
 def finished_line(path: Path) -> str:
