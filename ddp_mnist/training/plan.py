@@ -33,7 +33,7 @@ ONE_LINE = 69  # columns next to the name of a line
 def plan_text(run: TrainingRun, folder: Path | None) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     config, world, images = run.config, run.world, run.images
-    recipe, size = config.recipe, world.accelerator.num_processes
+    recipe, size = config.recipe, world.store.world_size
     train_rows, val_rows, test_rows = map(len, rows_of_splits(images))
     steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size

@@ -46,7 +46,7 @@ class RecordedRun(Run):
         self.checkpoint, self.profile = checkpoint, profile
         flags = run.config.run
         self.log_every, self.checkpoint_every = flags.log_every, flags.checkpoint_every
-        self.stop_requests = stop.requests
+        self.stop_requests, self.is_rank0 = stop.requests, run.world.store.rank == 0
         self.line: dict[str, Any] = {}  # of the last sync point, as it is logged
         self.began: tuple[float, int] | None = None  # time and step of the first sync point
 
@@ -59,8 +59,7 @@ class RecordedRun(Run):
             done = f"stopped after step {error.step}"
             if self.where:
                 done += f" and saved; to go on, add --resume {self.where} to the command"
-            accelerator = self.run.world.accelerator
-            raise self.stop.ending(error.requests, done, accelerator.is_main_process) from None
+            raise self.stop.ending(error.requests, done, self.is_rank0) from None
         except Diverged as error:
             raise DivergedError(
                 f"--{error}; use a lower learning rate, or --max-grad-norm 1, and look at your own"
@@ -109,7 +108,8 @@ class RecordedRun(Run):
         if validation:
             metrics = {"epoch": progress.epoch - 1, **validation.as_log_line("val")}
             self.folder.log(progress.step, metrics)
-            self.warn_unless_finite(validation)
+            if self.is_rank0:
+                warn_unless_finite(validation)
         every = -(-epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == epochs or progress.stopped_by:
             line = lines.epoch_line(progress.epoch - 1, epochs, means, validation, task.name)
@@ -117,10 +117,6 @@ class RecordedRun(Run):
         if progress.stopped_by:
             flag = flag_name(progress.stopped_by)
             self.console.print(f"stopped by {flag} after epoch {progress.epoch}")
-
-    def warn_unless_finite(self, metrics: EvalResult) -> None:
-        if self.run.world.accelerator.is_main_process:
-            warn_unless_finite(metrics)
 
     def progress_line(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
@@ -154,7 +150,8 @@ class RecordedRun(Run):
         """Write the test's metrics, the weights and the summary, and show the result."""
         run, progress = self.run, state.progress
         self.folder.log(progress.step, {"epoch": progress.epoch - 1, **test.as_log_line("test")})
-        self.warn_unless_finite(test)
+        if self.is_rank0:
+            warn_unless_finite(test)
         model, image_format = run.config.recipe.model, run.images.image_format
         content = model_file.to_bytes(net.net.state_dict(), model, run.task, image_format)
         self.folder.write_bytes(MODEL, content)

@@ -1,8 +1,5 @@
 """The result of a run: summary.json, and the lines that the console ends with."""
 
-import os
-import shutil
-import sys
 import time
 from typing import Any
 
@@ -14,13 +11,12 @@ from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
-from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.system.console import count, named_lines
 from ddp_mnist.training import scores
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.scores import number_text, score_texts
 from ddp_mnist.training.training_run import TrainingRun
-from ddp_mnist.training.versions import git_commit, package_versions
+from ddp_mnist.training.versions import git_commit, package_versions, program
 
 
 def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any]:
@@ -46,7 +42,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "skipped_steps": progress.skipped_steps,
         "resumed_from": progress.resumed_from,
         "global_batch_size": recipe.batch_size,
-        "world_size": world.accelerator.num_processes,
+        "world_size": world.store.world_size,
         "num_machines": world.num_machines,
         "device": device,
         "backend": world.backend,
@@ -55,9 +51,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
-        "weights": str(run.found.weights)
-        if run.found.weights
-        else None,  # DEFAULT may mean others one day
+        "weights": str(weights) if weights else None,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.start_time, 3),
@@ -74,15 +68,6 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "versions": package_versions(),
         "git": git_commit(),
     }
-
-
-def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
-    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    now, then = images.describe(), summary.get("dataset", {})
-    had = "train {train_rows:,}, test {test_rows:,} images"
-    counts = [had.format(**each) for each in (then, now) if each]
-    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
-    return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
@@ -105,10 +90,3 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         lines["careful"] = f"that is hardly better than guessing: {fix}"
     lines["see"] = f"{program()} report {run.path}"
     return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
-
-
-def program() -> str:
-    """Return the command that starts this program here: `make` activates no environment."""
-    if shutil.which("ddp-mnist"):
-        return "ddp-mnist"
-    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"

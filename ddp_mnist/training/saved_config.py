@@ -31,7 +31,7 @@ def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
         "recipe": flag_values(config.recipe),
         "distribution": flag_values(config.distribution) | in_effect,
         "world": {
-            "world size": world.accelerator.num_processes,
+            "world size": world.store.world_size,
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,

@@ -83,7 +83,7 @@ def set_up_run(
         console.print(plan.plan_text(run, folder.path))
         with (
             tracking.tracked(run, folder),
-            profiled(world.accelerator, run.config.run.profile, where) as profile,
+            profiled(run, where) as profile,
         ):
             if world.compile_options:
                 console.print("compiling  the model, which can take minutes")

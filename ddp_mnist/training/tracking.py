@@ -53,7 +53,7 @@ def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
         "metrics": ",".join(config.recipe.metrics),  # TensorBoard takes no tuple
         "seed": config.run.seed,
         "dataset": config.run.dataset,
-        "world_size": accelerator.num_processes,
+        "world_size": world.store.world_size,
         "precision": world.precision,
     }
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -1,8 +1,11 @@
-"""The versions of packages, code and commit that run here."""
+"""What runs here: the versions of packages, code and commit, and the command."""
 
 import hashlib
+import os
 import platform
+import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -48,3 +51,10 @@ def git_commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
     return done.stdout.strip()
+
+
+def program() -> str:
+    """Return the command that starts this program here: `make` activates no environment."""
+    if shutil.which("ddp-mnist"):
+        return "ddp-mnist"
+    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"

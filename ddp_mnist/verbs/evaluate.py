@@ -40,7 +40,6 @@ from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
-from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
@@ -62,9 +61,10 @@ def evaluate_run(
     run = flags.run
     with join_world(distribution, launch, full_precision=True) as world:
         store, accelerator = world.store, world.accelerator
-        content = model_file.read_bytes(run) if store.rank == 0 else b""
+        is_rank0 = store.rank == 0  # which has the run, counts and prints
+        content = model_file.read_bytes(run) if is_rank0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
-        more = {n: find_score(n) for n in config["metrics"]} if store.rank == 0 else {}
+        more = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
@@ -80,14 +80,14 @@ def evaluate_run(
             task = Classification(task.classes, find_loss(loss), more)
         loader = make_eval_loader(accelerator, rows, flags.batch_size)
         metrics = evaluate_split(accelerator, model, loader, task)
-        if not accelerator.is_main_process:
+        if not is_rank0:
             return None
         scores.warn_unless_finite(metrics)
         return {
             "run": run,
             "split": flags.split,
             "dataset": images.describe(),
-            "world_size": accelerator.num_processes,
+            "world_size": store.world_size,
             "notes": [*images.warnings, *images.careful, *images.image_format.notes],
             "classes": images.classes,
             "inject": config["inject"],
@@ -152,6 +152,15 @@ def _load(
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
         images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
+
+
+def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
+    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
+    now, then = images.describe(), summary.get("dataset", {})
+    had = "train {train_rows:,}, test {test_rows:,} images"
+    counts = [had.format(**each) for each in (then, now) if each]
+    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
+    return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:

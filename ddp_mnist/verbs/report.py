@@ -34,9 +34,9 @@ from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
-from ddp_mnist.training.result import changed_since
 from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.verbs import plots
+from ddp_mnist.verbs.evaluate import changed_since
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 

@@ -53,7 +53,7 @@ class Group:
 
     def __init__(self, world: World, options: Doctor) -> None:
         self.world, self.store, self.options = world, world.store, options
-        self.rank, self.size = world.store.rank, world.accelerator.num_processes
+        self.rank, self.size = world.store.rank, world.store.world_size
         self.device = world.accelerator.device
         self.is_first_here = world.store.place.index_here == 0
 
