@@ -46,7 +46,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {test_rows:,} test images, {about_targets(images, run.task)}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **(by_class(images, recipe.class_weights) if images.classes else {}),
+        **(class_lines(images, recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
@@ -97,7 +97,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
     return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 
 
-def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
+def class_lines(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
     labels = images.targets[images.rows["train"]]
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()

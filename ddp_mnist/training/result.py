@@ -76,8 +76,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
     loss = scores.shown_loss(outcome, outcome["test_loss"])
-    of = f"{images:,} images of {outcome['dataset']['name']}"
-    result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
+    tested_on = f"{images:,} images of {outcome['dataset']['name']}"
+    result = f"test {name} {number_text(score)} on {tested_on}{wrong}, {loss}"
     lines = {
         "and": ", ".join(score_texts(outcome["metrics"])),
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"

@@ -154,14 +154,14 @@ def load_latest(
     content = checkpoint.from_bytes(raw, where)
     with blame(f"{where}: is not from ddp_mnist", CheckpointError, "move it elsewhere"):
         reached, metrics_lines = content["state"]["progress"]["step"], content["metrics_lines"]
-        is_own = (content["run_id"], reached) == (before["run_id"], step)
-    if not is_own:
+        is_this_runs = (content["run_id"], reached) == (before["run_id"], step)
+    if not is_this_runs:
         fault = "belongs to another run, or to another step"
         raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
-    for typed, was in before["own_code"].items():
-        flag, _, name = typed.partition(" ")
+    for flag_and_name, was in before["own_code"].items():
+        flag, _, name = flag_and_name.partition(" ")
         own_code.check_unchanged(flag, name, was, where)
-    precision, was = (of["distribution"]["mixed_precision"] for of in (now, before))
+    precision, was = (each["distribution"]["mixed_precision"] for each in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
     recipe = config.recipe

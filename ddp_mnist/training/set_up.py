@@ -164,8 +164,8 @@ def load_images(
     )
     images = cache.load(name, flags.cache_dir, options, log=console.print)
     if "test_size" in config.typed and not images.test_share:
-        typed = f"--test-size {options.test_size:g}: --dataset {name}"
-        raise UsageError(f"{typed} already has a test split; remove --test-size")
+        prefix = f"--test-size {options.test_size:g}: --dataset {name}"
+        raise UsageError(f"{prefix} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     if bound := bound_together(store.place.ranks_here):
@@ -202,7 +202,7 @@ def without_seen(
     images = images.without(seen, f"--weights {config.recipe.weights} was trained on some")
     if not weights or weights.entry or len(seen) or config.resumes:
         return images
-    if initial_weights.read_weights(weights.typed)[1]:  # has the names of classes: a run made it
+    if initial_weights.read_weights(weights.name)[1]:  # has the names of classes: a run made it
         lost = f"--weights {weights}: without {TRAINED_ON} beside it, this may test on images that"
         images = images.with_care(f"{lost} it has seen")
     return images

@@ -41,7 +41,7 @@ def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
     if folder.path is None or not run.found.trackers:
         yield
         return
-    accelerator, typed = world.accelerator, f"--trackers {config.run.trackers}"
+    accelerator, prefix = world.accelerator, f"--trackers {config.run.trackers}"
     place, run_name = str(folder.path / FOLDER), folder.path.name
     options = {
         "tensorboard": {"purge_step": folder.step},  # what is repeated: validation at that step
@@ -57,13 +57,13 @@ def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
         "precision": world.precision,
     }
     settings = {name: value for name, value in settings.items() if value is not None}
-    with blame(typed, UsageError):
+    with blame(prefix, UsageError):
         accelerator.project_configuration.set_directories(place)
         accelerator.log_with = filter_trackers(run.found.trackers, place)
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
 
     def log(metrics: dict[str, Any], step: int) -> None:
-        with blame(typed, StorageError):
+        with blame(prefix, StorageError):
             known = {name: value for name, value in metrics.items() if value is not None}
             accelerator.log(known, step)
 
@@ -81,5 +81,5 @@ def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
         with contextlib.suppress(Exception):  # the first error counts
             finish()
         raise
-    with blame(typed, StorageError):
+    with blame(prefix, StorageError):
         finish()

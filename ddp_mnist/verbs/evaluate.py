@@ -176,8 +176,8 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
             fix = "rename it to one of them, or leave its images out"
             known = joined(map(shown_name, classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
-    of_run = np.array([index_of.get(name, -1) for name in images.classes])
-    return dataclasses.replace(images, classes=classes, targets=of_run[images.targets])
+    label_in_run = np.array([index_of.get(name, -1) for name in images.classes])
+    return dataclasses.replace(images, classes=classes, targets=label_in_run[images.targets])
 
 
 def _parted(
@@ -230,7 +230,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return score, loss and the confusion matrix, or the worst of it if that is large."""
     names, score = [shown_name(name) for name in metrics["classes"]], metrics["score_name"]
-    by_class = _worst if len(names) > scores.MANY_CLASSES else _matrix
+    class_lines = _worst if len(names) > scores.MANY_CLASSES else _matrix
     loss = scores.shown_loss(metrics, metrics["loss"])
     numbers = [f"{score} {scores.number_text(metrics[score])}", loss]
     numbers += scores.score_texts(metrics["scores"])
@@ -240,7 +240,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         f"{metrics['split']} split of {data}: {metrics['count']:,} images",
         *map(printable, metrics["notes"]),
         "   ".join(numbers),
-        *(by_class(names, metrics["class_accuracy"], metrics["confusion"]) if names else ()),
+        *(class_lines(names, metrics["class_accuracy"], metrics["confusion"]) if names else ()),
     ]
     return "\n".join(lines)
 

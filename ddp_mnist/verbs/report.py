@@ -72,7 +72,7 @@ def run(flags: Report) -> None:
     console = Console(True)
     console.print("reading    the run and its predictions")
     run = read_run(Path(flags.run))
-    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else ""
+    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
     figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
@@ -112,10 +112,10 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, places: Report) -> str:
+def find_mistakes(run: ReportedRun, places: Report) -> str | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return, in words, how the images have changed since the run; "" if they have not.
+    Return, in words, how the images have changed since the run; None if they have not.
     """
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
@@ -134,7 +134,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
-        return ""
+        return None
     if images.digest != run.summary["dataset"]["digest"]:
         change = changed_since(run.name, dataset, run.summary, images)
         run.no_mistakes = f"They cannot be shown: {change}."
@@ -148,7 +148,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     if not images.classes:
         columns = zip(names, trained.task.predict(outputs).T, targets.T, strict=True)
         run.scatter = {name: plots.scatter(name, *both) for name, *both in columns}
-        return ""
+        return None
     probabilities, labels = outputs.softmax(1), targets
     certainty, guesses = probabilities.max(1)
     certain_first = certainty.argsort(descending=True, stable=True)
@@ -165,7 +165,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         }
         for row in shown
     ]
-    return ""
+    return None
 
 
 def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
@@ -191,19 +191,19 @@ def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     facts = {"run": run, "curves": curves, "settings": settings_of(run)}
     sizes = {"many": MANY_CLASSES, "most": MOST_WRONG}
-    functions = (advice, by_class, interval, most_confused, parts_of, unpacked)
+    functions = (advice, class_rows, interval, most_confused, parts_of, unpacked)
     return render("report.html", **facts, **sizes, **{each.__name__: each for each in functions})
 
 
-def advice(run: ReportedRun) -> str:
+def advice(run: ReportedRun) -> str | None:
     """Compare the accuracies of training and validation, in words, and say what to try next.
 
-    Without a validation the test replaces it; "" if no step was logged, or without classes.
+    Without a validation the test replaces it; None if no step was logged, or without classes.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
     if not last or not run.summary["classes"]:
-        return ""
+        return None
     recipe, summary = run.config["recipe"], run.summary
     trained = sum(last) / len(last)
     if summary["val_accuracy"] is None:
@@ -246,7 +246,7 @@ def parts_of(path: str) -> list[str]:
     return re.findall(r"[^/_ -]+[/_ -]*|[/_ -]+", path)
 
 
-def by_class(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
+def class_rows(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
     """Yield for each class its name, images, correct ones, guesses, and its main confusion.
 
     The guesses are all images taken for the class. The confusion is how many of its images were

@@ -44,7 +44,7 @@ def of_classes(tests: int = 0, **counts: int) -> Any:
 
 
 def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
-    found = plan.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    found = plan.class_lines(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
         "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
@@ -52,9 +52,9 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
     more = ", or let rare classes count more by --class-weights balanced"
-    assert plan.by_class(rare)["hint"] == hint + more
-    assert plan.by_class(rare, "balanced")["hint"] == hint
-    many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
+    assert plan.class_lines(rare)["hint"] == hint + more
+    assert plan.class_lines(rare, "balanced")["hint"] == hint
+    many = plan.class_lines(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
         "hint": "few train images of c000 1, c001 2, c002 3, ...: below 20 a class is hard"
@@ -66,4 +66,4 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     """The plan has to say it, as one of each class always stays to train on."""
     few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
     for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
-        assert plan.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+        assert plan.class_lines(of_classes(tests, fly=13, bee=5))["hint"] == few + fix

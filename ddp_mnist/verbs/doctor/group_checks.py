@@ -63,7 +63,11 @@ class Group:
         A machine that hangs fails here, even though its heartbeat continues.
         """
         everyone = list[Any]()
-        self.store.decide_for_all("doctor's check", mine, everyone.extend, self.store.patience_s)
+
+        def keep(found: list[Any]) -> None:  # rank 0 alone decides, and the others need not know
+            everyone.extend(found)
+
+        self.store.decide_for_all("doctor's check", mine, keep, self.store.patience_s)
         return everyone
 
     def merge(self, mine: list[CheckResult]) -> list[CheckResult]:

@@ -98,8 +98,8 @@ def config_of(flags: Verify) -> TrainConfig:
     """
     rows = len(images_of(flags.dataset, flags.task).rows["train"])
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
-    typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
-    changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
+    given = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     if flags.inject:
         changed = {**MISTAKES[flags.inject].recipe, **changed}
         epochs = max(epochs, MISTAKES[flags.inject].epochs)
@@ -292,8 +292,8 @@ def exact(
     return check(name, problem, text, FIX, figures=figures)
 
 
-def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str:
-    """Return the failure in one line, or "" without one. An injected fault is always a failure."""
+def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | None:
+    """Return the failure in one line, or None. An injected fault is always a failure."""
     if not fault:
         return check_result.failure_summary("verify", checks)
     name = MISTAKES[fault].caught_by
