@@ -1,19 +1,19 @@
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.training import plan
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
-    made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
-    photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
-    photos.rows = {"train": range(327)}
+    colour = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
+    photos = replace(of_classes(a=300, b=29), image_format=colour)
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
@@ -32,15 +32,14 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
     assert on.endswith("near 0.2); typed: --epochs 9, --no-augment, --metrics f1,recall")
 
 
-def of_classes(tests: int = 0, **counts: int) -> Any:
+def of_classes(tests: int = 0, **counts: int) -> ImageData:
     """Return images of these classes; the first of each is held out, and so many as a test."""
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
-    first = [labels.tolist().index(label) for label in range(len(counts))]
+    labels = np.repeat(np.arange(len(counts)), [*counts.values()])
+    _, first = np.unique(labels, return_index=True)
     train = np.delete(np.arange(len(labels)), first)
-    rows = {"train": train, "validation": np.array(first), "test": np.arange(tests)}
-    return SimpleNamespace(
-        classes=[*counts], targets=labels, rows=rows, test_share=tests, split=rows.get
-    )
+    rows = {"train": train, "validation": first, "test": np.arange(tests)}
+    digits = cache.load("digits")
+    return replace(digits, classes=[*counts], targets=labels, rows=rows, test_share=tests)
 
 
 def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
