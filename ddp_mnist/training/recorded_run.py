@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.config.flag_fields import flag_name
@@ -26,6 +26,14 @@ MISFIT = "undo what has changed in the code of the net or the optimizer, or begi
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
+class Opened(NamedTuple):
+    """What every rank knows of the run folder, and of the checkpoint in it."""
+
+    run_id: str = ""  # each checkpoint holds it
+    where: str = ""  # the folder's path on rank 0's machine
+    checkpoint: bytes | None = None  # to resume from: complete on rank 0, empty on other ranks
+
+
 class RecordedRun(Run):
     """The run that `fit` is given. By default it writes and prints nothing."""
 
@@ -35,15 +43,12 @@ class RecordedRun(Run):
         stop: StopSignals,
         folder: RunFolder | None = None,  # has no path on ranks that do not write
         console: Console | None = None,  # silent on all but one
-        *,
-        run_id: str = "",  # each checkpoint holds it
-        where: str = "",  # the folder's path on rank 0's machine
-        checkpoint: bytes | None = None,  # to resume from: complete on rank 0, empty on other ranks
+        opened: Opened | None = None,
         profile: Any = NO_PROFILE,  # torch's, with --profile
     ) -> None:
-        self.run, self.stop, self.run_id, self.where = run, stop, run_id, where
+        self.run, self.stop, self.profile = run, stop, profile
+        self.run_id, self.where, self.checkpoint = opened or Opened()
         self.folder, self.console = folder or RunFolder(), console or Console(False)
-        self.checkpoint, self.profile = checkpoint, profile
         flags = run.config.run
         self.log_every, self.checkpoint_every = flags.log_every, flags.checkpoint_every
         self.stop_requests, self.is_rank0 = stop.requests, run.world.store.rank == 0

@@ -1,6 +1,7 @@
 """The result of a run: summary.json, and the lines that the console ends with."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
 from ddp_mnist.system.console import count, named_lines
+from ddp_mnist.system.files import read_json
 from ddp_mnist.training import scores
-from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.folder import SUMMARY, RunFolder
 from ddp_mnist.training.scores import number_text, score_texts
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import git_commit, package_versions, program
@@ -90,3 +92,16 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         lines["careful"] = f"that is hardly better than guessing: {fix}"
     lines["see"] = f"{program()} report {run.path}"
     return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
+
+
+def finished_line(path: Path) -> str:
+    """Return the line on a finished run that should not train longer."""
+    summary = read_json(path / SUMMARY)
+    stopped_by = summary["stopped_by"]
+    early = f", stopped by {stopped_by}" if stopped_by else ""
+    name = summary["score_name"]
+    score = number_text(summary[f"test_{name}"])
+    return (
+        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name} {score};"
+        f" to train longer, change {stopped_by or '--epochs'}"
+    )

@@ -14,22 +14,14 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import own_code
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.train_config import ResolvedConfig, RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.folder import (
-    CONFIG,
-    METRICS,
-    MODEL,
-    STATUS,
-    SUMMARY,
-    RunFolder,
-    name_a_run,
-    without_link,
-)
-from ddp_mnist.training.saved_config import RUN_FORMAT
-from ddp_mnist.training.scores import number_text
+from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, without_link
+from ddp_mnist.training.result import finished_line
+from ddp_mnist.training.saved_config import RUN_FORMAT, saved_config
+from ddp_mnist.training.training_run import TrainingRun
 
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 
@@ -124,30 +116,17 @@ def wants_more(config: TrainConfig, before: dict[str, Any]) -> bool:
     return more_epochs or any(value != before[name] for name, value in typed.items())
 
 
-def finished_line(path: Path) -> str:
-    """Return the line on a finished run that should not train longer."""
-    summary = read_json(path / SUMMARY)
-    stopped_by = summary["stopped_by"]
-    early = f", stopped by {stopped_by}" if stopped_by else ""
-    name = summary["score_name"]
-    score = number_text(summary[f"test_{name}"])
-    return (
-        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name} {score};"
-        f" to train longer, change {stopped_by or '--epochs'}"
-    )
-
-
 def load_latest(
-    folder: RunFolder, earlier: EarlierRun, now: dict[str, Any], config: ResolvedConfig
+    run: TrainingRun, folder: RunFolder, earlier: EarlierRun
 ) -> tuple[bytes, list[str]]:
     """Lock the run's folder, and read its newest whole checkpoint; on rank 0.
 
-    `config` is that of this part of the run, and `now` its config.json. Return the checkpoint's
-    bytes, and lines to print on skipped files and changes. Raise CheckpointError if no checkpoint
-    is whole or the newest is another run's, UsageError if another process is writing the folder or
-    fewer epochs are requested than are done.
+    `run` is this part of it. Return the checkpoint's bytes, and lines to print on skipped files and
+    changes. Raise CheckpointError if no checkpoint is whole or the newest is another run's,
+    UsageError if another process is writing the folder or fewer epochs are requested than are done.
     """
     path, before = Path(earlier.path), earlier.saved
+    now = saved_config(run, before["run_id"], earlier.path)
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
     where = f"step {step} of {path}"
@@ -164,15 +143,13 @@ def load_latest(
     precision, was = (each["distribution"]["mixed_precision"] for each in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
-    recipe = config.recipe
+    recipe = run.config.recipe
     if step > recipe.total_steps:
         raise UsageError(
             f"--epochs {recipe.epochs}: the run is already beyond that, at step {step}; ask for at"
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
-    folder.cut_metrics(metrics_lines)
-    if lost := metrics_lines - folder.metrics_lines:
-        lines.append(f"{path / METRICS}: lacks {lost} lines of earlier steps")
+    lines += folder.cut_metrics(metrics_lines)
     folder.step = step
     changed = changes(before, now)
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"

@@ -37,7 +37,7 @@ from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder,
 from ddp_mnist.training.interrupts import answer_interrupts
 from ddp_mnist.training.net import try_before_training
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
-from ddp_mnist.training.recorded_run import RecordedRun
+from ddp_mnist.training.recorded_run import Opened, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
 from ddp_mnist.training.training_run import Found, TrainingRun, make_run
@@ -78,25 +78,12 @@ def set_up_run(
             yield None
             return
         run = make_mistake(run) if run.config.recipe.inject else run
-        run_id = earlier.saved["run_id"] if earlier else uuid.uuid4().hex
-        where, checkpoint = open_folder(run, folder, run_id, earlier, console)
+        opened = open_folder(run, folder, earlier, console)
         console.print(plan.plan_text(run, folder.path))
-        with (
-            tracking.tracked(run, folder),
-            profiled(run, where) as profile,
-        ):
+        with tracking.tracked(run, folder), profiled(run, opened.where) as profile:
             if world.compile_options:
                 console.print("compiling  the model, which can take minutes")
-            recorded = RecordedRun(
-                run,
-                stop,
-                folder,
-                console,
-                run_id=run_id,
-                where=where,
-                checkpoint=checkpoint,
-                profile=profile,
-            )
+            recorded = RecordedRun(run, stop, folder, console, opened, profile)
             recorded.phase("starting")
             yield recorded
 
@@ -212,31 +199,25 @@ def without_seen(
 
 
 def open_folder(
-    run: TrainingRun,
-    folder: RunFolder,
-    run_id: str,
-    earlier: EarlierRun | None,
-    console: Console,
-) -> tuple[str, bytes | None]:
+    run: TrainingRun, folder: RunFolder, earlier: EarlierRun | None, console: Console
+) -> Opened:
     """Create the run folder on rank 0's machine, or reopen it if the run is resumed.
 
-    Return its path there, and the checkpoint to resume from: whole on rank 0, empty on other ranks,
-    None for a new run. Raises as RunFolder.create and resume.load_latest do.
+    Raises as RunFolder.create and resume.load_latest do.
     """
-    config, images = run.config, run.images
+    flags, images = run.config.run, run.images
+    run_id = earlier.saved["run_id"] if earlier else uuid.uuid4().hex
     checkpoint = b"" if earlier else None
 
     def open_it() -> str:
         nonlocal checkpoint
         if earlier:
-            now = saved_config(run, run_id, earlier.path)
-            checkpoint, lines = resume.load_latest(folder, earlier, now, config)
+            checkpoint, lines = resume.load_latest(run, folder, earlier)
             folder.begin()
             for line in lines:
                 console.print(line)
         else:
-            begin_again = config.run.resume == "auto"
-            folder.create(config.run.run_dir, images.name, begin_again)
+            folder.create(flags.run_dir, images.name, begin_again=flags.resume == "auto")
         return str(folder.path)
 
     where = run.world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
@@ -244,4 +225,4 @@ def open_folder(
     seen = [images.trained_on(), run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
-    return where, checkpoint
+    return Opened(run_id, where, checkpoint)

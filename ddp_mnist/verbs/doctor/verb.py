@@ -82,9 +82,8 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
-            of_rank_0: list[CheckResult]
-            of_rank_0, *_ = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
-            return of_rank_0
+            results = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
+            return list[CheckResult](results[0])
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
