@@ -7,7 +7,7 @@ open the folder.
 import contextlib
 import io
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +42,6 @@ from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
 from ddp_mnist.training.training_run import Found, TrainingRun, make_run
 
-MakeMistake = Callable[[TrainingRun], TrainingRun]
-
 
 @contextlib.contextmanager
 def set_up_run(
@@ -52,13 +50,11 @@ def set_up_run(
     launch: Launch,
     folder: RunFolder,
     stop: StopSignals,
-    make_mistake: MakeMistake,
 ) -> Iterator[RecordedRun | None]:
     """Agree with all ranks on settings, data and folder, and yield the run.
 
     Yield None if there is nothing to train: after --dry-run, or if --resume names a finished run.
-    `make_mistake` changes the run of --inject. Raise a DdpMnistError on all ranks for whatever is
-    missing, damaged, contradictory or different.
+    Raise a DdpMnistError on all ranks for whatever is missing, damaged, contradictory or different.
     """
     verbose = not config.run.quiet
     answer_interrupts(stop, world, folder, verbose)
@@ -77,7 +73,6 @@ def set_up_run(
             console.print(plan.plan_text(run, None))
             yield None
             return
-        run = make_mistake(run) if run.config.recipe.inject else run
         opened = open_folder(run, folder, earlier, console)
         console.print(plan.plan_text(run, folder.path))
         with tracking.tracked(run, folder), profiled(run, opened.where) as profile:

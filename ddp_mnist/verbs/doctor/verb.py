@@ -50,16 +50,11 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     else:
         results = check_together(flags, distribution, machines=True)
     if is_rank0:
-        report(results, flags, processes)
+        head = {"verdict": worst(results), "processes": processes}
+        Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
     console.print(f"verdict: {coloured(worst(results))}")
     if wrong := check_result.failure_summary("doctor", results):
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
-
-
-def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
-    """Print the results as one line of JSON, with --json."""
-    head = {"verdict": worst(results), "processes": processes}
-    Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
 
 
 def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:

@@ -209,11 +209,10 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare accumulated steps with undivided ones."""
-    config = with_run_dir(alone.config, f"parts-on-{size}", grad_accum=PARTS)
-    folder = alone.folder.parent
-    run_world(size, watch.just_train, config, folder=folder, timeout_s=HOUR)
-    what = f"weights by {PARTS} parts a step"
-    return near("accumulation", size, what, folder / f"parts-on-{size}", alone)
+    recipe = replace(alone.config.recipe, grad_accum=PARTS)
+    config = replace(alone.config, recipe=recipe)
+    run = watched_run(size, alone.folder.parent, config, "parts-on")
+    return near("accumulation", size, f"weights by {PARTS} parts a step", run.folder, alone)
 
 
 def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
