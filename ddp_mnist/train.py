@@ -38,7 +38,7 @@ def train(
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
         join_world(config.distribution, launch) as world,  # joins the others, makes the Accelerator
-        set_up_run(config, world, launch, folder, stop) as recorded,  # all agree
+        set_up_run(config, world, folder, stop) as recorded,  # all agree
     ):
         if recorded is None:
             return {}

@@ -9,12 +9,10 @@ import io
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.store import Store
@@ -28,26 +26,24 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
-from ddp_mnist.nets.build import factory_of
 from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console
-from ddp_mnist.task import find_loss, find_score, find_task
 from ddp_mnist.training import plan, resume, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder, trained_on
+from ddp_mnist.training.found import Found, find_named
 from ddp_mnist.training.interrupts import answer_interrupts
 from ddp_mnist.training.net import try_before_training
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import Opened, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
-from ddp_mnist.training.training_run import Found, TrainingRun, make_run
+from ddp_mnist.training.training_run import TrainingRun, make_run
 
 
 @contextlib.contextmanager
 def set_up_run(
     config: TrainConfig,
     world: World,
-    launch: Launch,
     folder: RunFolder,
     stop: StopSignals,
 ) -> Iterator[RecordedRun | None]:
@@ -59,7 +55,7 @@ def set_up_run(
     verbose = not config.run.quiet
     answer_interrupts(stop, world, folder, verbose)
     with (
-        Console(verbose and launch.rank == 0, must_arrive=False) as console,
+        Console(verbose and world.store.rank == 0, must_arrive=False) as console,
         plan.narrated_elsewhere(world, verbose),
     ):
         earlier = resume.find(config, world.store)
@@ -111,24 +107,6 @@ def resolve_run(
     resolved = resolve(config, name, images, world.store.world_size)
     images = without_seen(images, resolved, found, earlier)
     return make_run(resolved, world, images, found)
-
-
-def find_named(config: TrainConfig, store: Store) -> Found:
-    """Return what the flags name. Raise UsageError for an unknown name."""
-    recipe = config.recipe
-    if recipe.model:
-        factory_of(recipe.model)
-    task = find_task(recipe.task) if recipe.task else None
-    loss = find_loss(recipe.loss)
-    weights = initial_weights.find_weights(recipe.model or "the default net", recipe.weights)
-    # Rank 0 alone logs and counts; importing scikit-learn takes it a second.
-    trackers = store.broadcast_from_rank0(
-        "trackers", lambda: tracking.known_trackers(config.run.trackers)
-    )
-    scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}
-    file = Path(recipe.weights).resolve() if recipe.weights else None
-    seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
-    return Found(task, loss, scores, trackers, weights, seen)
 
 
 def load_images(

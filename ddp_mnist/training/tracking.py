@@ -8,27 +8,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.tracking import filter_trackers, get_available_trackers
+from accelerate.tracking import filter_trackers
 
 from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.training_run import TrainingRun
 
 PROJECT, FOLDER = "ddp_mnist", "tracking"
-
-
-def known_trackers(trackers: str | None) -> list[str]:
-    """Return the comma-separated names; to be called on rank 0, where the trackers run.
-
-    Raise UsageError for one that is not installed: Accelerate would leave it out in silence.
-    """
-    names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
-    installed = [str(name) for name in get_available_trackers()] if names else []
-    for name in names:
-        if name not in installed:
-            legal = ", ".join(installed)
-            raise UsageError(f"--trackers {name}: is not installed; choose from {legal}")
-    return names
 
 
 @contextlib.contextmanager

@@ -1,31 +1,15 @@
 """What is trained, on which images, by which processes: known before the first step."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.core.recipe import Recipe
-from ddp_mnist.core.task import Loss, Score, Task
+from ddp_mnist.core.task import Task
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
-from ddp_mnist.nets.initial_weights import InitialWeights
 from ddp_mnist.task import make_task
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the flags name, found once, before the data is read."""
-
-    task: type[Task] | None = None  # of --task
-    loss: Loss | None = None  # of --loss
-    scores: Mapping[str, Score] = field(default_factory=dict)  # of --metrics; on rank 0 alone
-    trackers: Sequence[str] = ()  # of --trackers
-    weights: InitialWeights | None = None  # of --weights
-    # The keys of the images that the weights were trained on, where they are known
-    seen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+from ddp_mnist.training.found import Found
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ddp_mnist.config import own_code
-from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.nets.build import is_known
-
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 
 
@@ -31,13 +27,6 @@ def code_digest() -> str:
     """Return the first 16 hex digits of the SHA-256 over this package's modules."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def own_digests(recipe: ResolvedRecipe) -> dict[str, str]:
-    """Return the SHA-256 of each of the user's own files, by its flag: --model, --loss, --task."""
-    named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
-    named |= {"--task": recipe.task}
-    return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}
 
 
 def git_commit() -> str | None:

@@ -5,8 +5,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
+from ddp_mnist.training.found import Found
 from ddp_mnist.training.saved_config import must_be_equal
-from ddp_mnist.training.training_run import Found, TrainingRun
+from ddp_mnist.training.training_run import TrainingRun
 from tests.run_checks import fit_recipe, recipe_of
 
 
