@@ -3,8 +3,8 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         config = files.read_json(Path(run) / folder.CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
-        found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
+        found |= {name: config.get(name) for name in ("digest", "own_code")}
+        found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
     found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
@@ -128,29 +129,24 @@ def _load(
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options = options_of(config)
+    options, share = options_of(config), config["test_size"]
     if not flags.dataset:
-        options = dataclasses.replace(options, test_size=config["test_share"])
         images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
         fault = changed_since(flags.run, name, config["summary"], images)
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
-    options = dataclasses.replace(options, test_size=0)
-    known = cache.cached(flags.dataset, cache_dir, options)
-    channels, height, width = trained.image_format.shape
-    if not known or known.image_format.shape != trained.image_format.shape:
-        options = dataclasses.replace(
-            options, size=(height, width), grey=channels == 1, for_evaluation=True
-        )
+    options = replace(options, test_size=0)
+    known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
+    if not known or known.image_format.shape != shape:
+        options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)
     images = cache.load(flags.dataset, cache_dir, options)
 
     # Images from which the run's own test was drawn are split as they were.
-    share = config["test_share"]
     is_known = np.isin(images.keys, folder.trained_on(flags.run))  # on rank 0, which has the run
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
-        images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
+        images = cache.load(flags.dataset, cache_dir, replace(options, test_size=share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
 
 
@@ -177,7 +173,7 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
             known = joined(map(shown_name, classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
     label_in_run = np.array([index_of.get(name, -1) for name in images.classes])
-    return dataclasses.replace(images, classes=classes, targets=label_in_run[images.targets])
+    return replace(images, classes=classes, targets=label_in_run[images.targets])
 
 
 def _parted(

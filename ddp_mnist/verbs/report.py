@@ -8,7 +8,6 @@ images that the model got wrong are found by running it once more, which takes s
 """
 
 import base64
-import dataclasses
 import io
 import json
 import math
@@ -120,8 +119,8 @@ def find_mistakes(run: ReportedRun, places: Report) -> str | None:
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
     try:
-        options = options_of({"task": None} | run.config["recipe"] | flags)
-        options = dataclasses.replace(options, test_size=run.config.get("test_share"))
+        drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
+        options = options_of({"task": None} | run.config["recipe"] | flags | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
