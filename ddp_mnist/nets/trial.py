@@ -72,7 +72,7 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
     images are, as constants in the user's file may be on another device.
     """
 
-    def of_each(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def loss_and_score(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the loss and the score of each image, from the same random numbers each time."""
         seed_forward(targets.device, "trial")
         score = task.score(task.predict(outputs.detach()), targets)
@@ -88,7 +88,7 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
             given = list(task.predict(outputs.detach()).shape)
             if given != list(some.shape):
                 raise UsageError(f"{case}: predict gives {given}, must be {list(some.shape)}")
-            found, again = of_each(outputs, some), of_each(outputs, some)
+            found, again = loss_and_score(outputs, some), loss_and_score(outputs, some)
             for name, each in found.items():
                 if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
                     raise UsageError(
@@ -104,7 +104,7 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
                 )
             if not isinstance(task, Classification):
                 task.count(task.predict(outputs.detach()).cpu(), some.cpu())
-            alone = [of_each(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
+            alone = [loss_and_score(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
             for name, each in found.items():
                 if not is_close(torch.cat([row[name] for row in alone]), each):
                     fault = f"the {name} of an image depends on other images, or on chance"

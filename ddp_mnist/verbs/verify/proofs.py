@@ -249,7 +249,7 @@ def count_shards(
     together, by_hand = [], []
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
-            count_padding(world.accelerator, world.store)
+            count_padding(world.accelerator)
         test = subset(images, "test")
         tried = test.take([*range(min(len(test), max(SHARDS)[0]))])[0]
         predictions = [task.predict(net(image[None])) for image in tried]
