@@ -34,7 +34,7 @@ class Found:
 
 
 def find_named(config: TrainConfig, store: Store) -> Found:
-    """Return what the flags name. Raise UsageError for an unknown name."""
+    """Find what the flags name. Raise UsageError for an unknown name."""
     recipe = config.recipe
     if recipe.model:
         factory_of(recipe.model)
