@@ -60,10 +60,11 @@ def train(**flags: Any) -> dict[str, Any]:
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
-    typed = _checked({"run": run, **flags}, Evaluate, Distribution)
-    own, distribution = Evaluate.of(typed), Distribution.of(typed)
+    given = _checked({"run": run, **flags}, Evaluate, Distribution)
+    options, distribution = Evaluate.of(given), Distribution.of(given)
+    launch = find_launch(distribution, trains=False)
     with _process_as_found():
-        return evaluation.evaluate_run(own, distribution, find_launch(distribution, trains=False))
+        return evaluation.evaluate_run(options, distribution, launch)
 
 
 def predict(
@@ -78,23 +79,23 @@ def predict(
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")
-    own = Predict.of(_checked({"run": run, "images": files, **flags}, Predict))
+    options = Predict.of(_checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
     with torch.random.fork_rng(()):  # a user's net draws its weights on the CPU
-        return list(prediction.answer(own, prediction.load(own)))
+        return list(prediction.answer(options, prediction.load(options)))
 
 
-def _checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
+def _checked(given: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords, dropping a None that is the default.
 
     Raise UsageError for unknown ones.
     """
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
-    for name in typed.keys() - known.keys():
+    for name in given.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see ddp-mnist VERB --help"
         raise UsageError(f"{name}: unknown keyword{hint}")
-    return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
+    return {k: value for k, value in given.items() if value is not None or known[k] is not None}
 
 
 @contextlib.contextmanager

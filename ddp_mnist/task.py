@@ -31,19 +31,21 @@ def make_task(
     classes: list[str],
     train: Rows,
     device: torch.device,
+    own_task: type[Task] | None = None,
     loss: Loss | None = None,
     scores: Mapping[str, Score] | None = None,
 ) -> Task:
-    """Return the task of a run that trains on these rows. Raises as `find_task` does.
+    """Return the task of a run that trains on these rows. Raise UsageError if it cannot be made.
 
-    `loss` is what --loss names; `scores` are what --metrics names, on rank 0, which counts.
+    `own_task` is what --task names, `loss` what --loss does; `scores` are what --metrics names, on
+    rank 0, which counts.
     """
     targets = train.targets[train.rows]
-    if recipe.task:
+    if own_task:
         std = targets.double().std(0, correction=0).tolist()
         scales = [each or 1.0 for each in std]  # of equal numbers
         with blame(f"{TASK} {recipe.task}", UsageError):
-            return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
+            return own_task(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
     return Classification(classes, loss, scores or {}, recipe.label_smoothing, weights)
 
@@ -60,8 +62,8 @@ def about_task(task: Task) -> dict[str, Any]:
     """Return the facts, for JSON, from which `task_from` makes a task of numbers again."""
     if isinstance(task, Classification):
         return {}
-    typed = f"{type(task).__module__}:{type(task).__qualname__}"
-    found = {"task": typed, "code": own_code.digest(TASK, typed)}
+    name = f"{type(task).__module__}:{type(task).__qualname__}"
+    found = {"task": name, "code": own_code.digest(TASK, name)}
     return found | {"mean": [*task.mean], "std": [*task.std]}
 
 
@@ -100,8 +102,9 @@ def find_score(name: str) -> Score:
     which a trial with three classes shows.
     """
     module, _, called = name.rpartition(":")
-    own = module and not module.startswith("sklearn.metrics")  # its functions are given from Python
-    if own:
+    # scikit-learn's functions have a module too, if they are given from Python.
+    is_users = module and not module.startswith("sklearn.metrics")
+    if is_users:
         function = own_code.find("--metrics", name)
     else:
         from sklearn import metrics
@@ -118,7 +121,7 @@ def find_score(name: str) -> Score:
         function = functools.partial(function, **given)
     score = functools.partial(_score, name, function)
     # The user's own function may be meant for two classes, or undefined without images of a third.
-    tried = ([0, 1, 1, 1], [0, 0, 1, 1]) if own else ([0, 1, 2, 1], [0, 2, 2, 1])
+    tried = ([0, 1, 1, 1], [0, 0, 1, 1]) if is_users else ([0, 1, 2, 1], [0, 2, 2, 1])
     score(*map(np.array, tried))
     return score
 
@@ -127,6 +130,6 @@ def _score(
     name: str, function: Callable[[Any, Any], Any], labels: np.ndarray, predictions: np.ndarray
 ) -> float:
     """Call the function, silencing its warnings, e.g. about classes that have no image."""
-    typed = f"--metrics {name}, of labels and predicted classes"
-    with blame(typed, UsageError), warnings.catch_warnings(action="ignore"):
+    prefix = f"--metrics {name}, of labels and predicted classes"
+    with blame(prefix, UsageError), warnings.catch_warnings(action="ignore"):
         return float(function(labels.copy(), predictions.copy()))  # it may change them

@@ -8,6 +8,8 @@ to nine seconds on two cores.
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ddp_mnist.cluster.launch import Launch
@@ -17,24 +19,32 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.fit import fit
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.net import make_net
 from ddp_mnist.training.recorded_run import RecordedRun
-from ddp_mnist.training.set_up import MakeMistake, set_up_run
+from ddp_mnist.training.set_up import set_up_run
+from ddp_mnist.training.training_run import TrainingRun
 
 
-def train(config: TrainConfig, launch: Launch, make_mistake: MakeMistake) -> dict[str, Any]:
+def train(
+    config: TrainConfig, launch: Launch, make_mistake: Callable[[TrainingRun], TrainingRun]
+) -> dict[str, Any]:
     """Train on this rank. Return the summary; {} after --dry-run, or if the run was finished.
 
-    `make_mistake` makes the one that --inject names. Raise a DdpMnistError for every expected
-    failure, see errors.py; Preempted after a signal. What one rank raises ends all: the others
-    raise FailedElsewhere, see cluster/failures.py.
+    `make_mistake` is called with --inject alone, and returns the run with that mistake. Raise a
+    DdpMnistError for every expected failure, see errors.py; Preempted after a signal. What one rank
+    raises ends all: the others raise FailedElsewhere, see cluster/failures.py.
     """
     with (
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
         join_world(config.distribution, launch) as world,  # joins the others, makes the Accelerator
-        set_up_run(config, world, launch, folder, stop, make_mistake) as recorded,  # all agree
+        set_up_run(config, world, folder, stop) as recorded,  # all agree
     ):
-        return fit_recorded(recorded) if recorded else {}
+        if recorded is None:
+            return {}
+        if recorded.run.config.recipe.inject:
+            recorded.run = make_mistake(recorded.run)
+        return fit_recorded(recorded)
 
 
 def fit_recorded(recorded: RecordedRun) -> dict[str, Any]:
@@ -43,7 +53,8 @@ def fit_recorded(recorded: RecordedRun) -> dict[str, Any]:
     rows = rows_of_splits(run.images, accelerator.device)
     with recorded.as_errors():
         seed = run.config.run.seed
-        return fit(accelerator, rows, run.make_net, run.task, run.recipe, seed, recorded)
+        make = partial(make_net, run)
+        return fit(accelerator, rows, make, run.task, run.recipe, seed, recorded)
 
 
 if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path

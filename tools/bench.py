@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +37,12 @@ from ddp_mnist.core.batches import GlobalBatchSampler
 from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.splits import rows_of_splits, subset
+from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import DdpMnistError, one_line
-from ddp_mnist.task import make_task
 from ddp_mnist.train import fit_recorded
+from ddp_mnist.training.net import make_net
 from ddp_mnist.training.recorded_run import RecordedRun
-from ddp_mnist.training.set_up import make_net_of
-from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.training_run import TrainingRun, make_run
 
 TEST_ROWS = 1000
 STEPS = 380  # optimizer steps in a measurement, at most: an epoch of MNIST
@@ -103,18 +101,14 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
     """Return the speed over all ranks of an epoch of at most STEPS full batches."""
     flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
-        images, device = cache.load(dataset), world.accelerator.device
-        image_format = images.image_format
-        full = resolve_recipe(
-            Recipe(), len(images.rows["train"]), size, pictures=image_format.pictures
-        )
+        images = cache.load(dataset)
+        pictures = images.image_format.pictures
+        full = resolve_recipe(Recipe(), len(images.rows["train"]), size, pictures=pictures)
         steps = min(STEPS, len(images.rows["train"]) // full.batch_size)
         recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)
-        task = make_task(recipe, short.classes, subset(short, "train"), device)
         config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
-        make_net = partial(make_net_of, config, world, task, short, None)
-        run = TrainingRun(config, world, short, task, make_net, recipe.for_fit(image_format.kind))
+        run = make_run(config, world, short)
         if kind == "plain":
             seconds = train_plain(run)
         else:
@@ -130,7 +124,7 @@ def train_plain(run: TrainingRun) -> float:
     batches = GlobalBatchSampler(rows, recipe, seed)
     share = recipe.batch_size // size
     mine = slice(rank * share, (rank + 1) * share)
-    net = run.make_net().to(device)
+    net = make_net(run).to(device)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True) if size > 1 else net
     optimizer = make_optimizer(model, recipe)
     batches.start_epoch(0)

@@ -24,11 +24,11 @@ METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in 
 class InitialWeights(NamedTuple):
     """What --weights names."""
 
-    typed: str
-    entry: "WeightsEnum | None"  # torchvision's, if they have a name; else `typed` is their file
+    name: str  # as typed
+    entry: "WeightsEnum | None"  # torchvision's, if they have a name; else `name` is their file
 
     def __str__(self) -> str:
-        return str(self.entry or self.typed)
+        return str(self.entry or self.name)
 
 
 # --- By name
@@ -99,41 +99,41 @@ def load_weights(
     If they were made for other classes than `names`, the net's last layer (the one registered last)
     keeps its new weights for so many outputs. Raise UsageError if anything else does not fit.
     """
-    typed, entry = weights
+    name, entry = weights
     if entry:
-        given, made_for = read_named(model, typed, entry)
+        given, made_for = read_named(model, name, entry)
         cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
     else:
-        given, made_for = read_weights(typed)
-        cure, origin = "name the --model that it was made for", f"from {typed}"
+        given, made_for = read_weights(name)
+        cure, origin = "name the --model that it was made for", f"from {name}"
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
         net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
         given = {key: given[key] for key in given if not key.lower().startswith("aux")}
-    own = net.state_dict()
-    if not own.keys() & given.keys():  # DDP's own state_dict() has a prefix
+    tensors = net.state_dict()
+    if not tensors.keys() & given.keys():  # DDP's own state_dict() has a prefix
         given = {key.removeprefix("module."): given[key] for key in given}
 
-    layer = [*own][-1].rpartition(".")[0]
-    last = [key for key in own if key.rpartition(".")[0] == layer]
-    other_sizes = [key for key in last if key in given and given[key].shape != own[key].shape]
+    layer = [*tensors][-1].rpartition(".")[0]
+    last = [key for key in tensors if key.rpartition(".")[0] == layer]
+    other_sizes = [key for key in last if key in given and given[key].shape != tensors[key].shape]
     if other_sizes or made_for not in (None, names):
-        if any(own[key].shape[:1] != (outputs,) for key in last):
+        if any(tensors[key].shape[:1] != (outputs,) for key in last):
             raise UsageError(
-                f"--weights {typed}: was made for other outputs, and the net's last layer,"
+                f"--weights {name}: was made for other outputs, and the net's last layer,"
                 f" {layer}, does not give the {outputs}; define the layer that gives them last"
             )
-        given |= {key: own[key] for key in last}
+        given |= {key: tensors[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
-    own.clear()  # but for the layers' versions, which mnasnet needs
-    own.update(given)
-    with blame(f"--weights {typed}", UsageError, cure):
-        net.load_state_dict(own)
+    tensors.clear()  # but for the layers' versions, which mnasnet needs
+    tensors.update(given)
+    with blame(f"--weights {name}", UsageError, cure):
+        net.load_state_dict(tensors)
     return origin
 
 
 def read_named(
-    model: str, typed: str, entry: "WeightsEnum"
+    model: str, name: str, entry: "WeightsEnum"
 ) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return the tensors of torchvision's net with these weights, and the names of its classes.
 
@@ -143,7 +143,7 @@ def read_named(
     from torchvision.models import get_model
 
     file = file_of(entry)
-    with blame(f"--weights {typed}, for {file}", UsageError, f"bring {entry.url} there"):
+    with blame(f"--weights {name}, for {file}", UsageError, f"bring {entry.url} there"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with take(file.with_name(f"{file.name}.lock"), wait=True):
             # get_model would run code in the file, and prints its progress

@@ -52,27 +52,27 @@ def try_net(model: nn.Module, name: str, outputs: int, shape: tuple[int, ...]) -
     Raise UsageError if the net fails, or returns something else.
     """
     mode = "in training " if model.training else ""
-    typed = f"--model {name}, {mode}on images {list(shape)}"
-    with blame(typed, UsageError, FIX), torch.set_grad_enabled(model.training):
+    prefix = f"--model {name}, {mode}on images {list(shape)}"
+    with blame(prefix, UsageError, FIX), torch.set_grad_enabled(model.training):
         found = model(torch.zeros(shape, dtype=torch.uint8))
         if model.training:
             found.sum().backward()
     given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
     if given != [shape[0], outputs]:
         raise UsageError(
-            f"{typed}: gives {given}, must be [{shape[0]}, {outputs}]; correct its last layer and"
+            f"{prefix}: gives {given}, must be [{shape[0]}, {outputs}]; correct its last layer and"
             " keep the images apart"
         )
 
 
-def check_task(task: Task, typed: str, targets: Tensor) -> None:
+def check_task(task: Task, prefix: str, targets: Tensor) -> None:
     """Raise UsageError unless the task gives each image's loss and score, the outputs a gradient.
 
-    `typed` names it as the user did. The trial runs where the targets of some images are, as
-    constants in the user's file may be on another device.
+    Errors begin with `prefix`, the flag as it was typed. The trial runs where the targets of some
+    images are, as constants in the user's file may be on another device.
     """
 
-    def of_each(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def loss_and_score(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the loss and the score of each image, from the same random numbers each time."""
         seed_forward(targets.device, "trial")
         score = task.score(task.predict(outputs.detach()), targets)
@@ -83,32 +83,32 @@ def check_task(task: Task, typed: str, targets: Tensor) -> None:
         count = len(some)
         outputs = torch.linspace(-2, 2, count * task.outputs, device=targets.device)
         outputs = outputs.view(count, task.outputs).requires_grad_()
-        on = f"{typed}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
-        with blame(on, UsageError):
+        case = f"{prefix}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
+        with blame(case, UsageError):
             given = list(task.predict(outputs.detach()).shape)
             if given != list(some.shape):
-                raise UsageError(f"{on}: predict gives {given}, must be {list(some.shape)}")
-            found, again = of_each(outputs, some), of_each(outputs, some)
+                raise UsageError(f"{case}: predict gives {given}, must be {list(some.shape)}")
+            found, again = loss_and_score(outputs, some), loss_and_score(outputs, some)
             for name, each in found.items():
                 if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
                     raise UsageError(
-                        f"{on}: gives a {name} of shape {list(each.shape)}, {each.dtype}; give the"
-                        f" float {name} of each image, [{count}], not their mean: e.g. by"
+                        f"{case}: gives a {name} of shape {list(each.shape)}, {each.dtype}; give"
+                        f" the float {name} of each image, [{count}], not their mean: e.g. by"
                         " reduction='none', then .mean(1)"
                     )
             found["loss"].sum().backward()
             if not is_close(again["loss"], found["loss"]):
                 raise UsageError(
-                    f"{on}: gives others at a second call, so a resumed run would differ; keep"
+                    f"{case}: gives others at a second call, so a resumed run would differ; keep"
                     " nothing between calls; draw from a default generator (torch, NumPy, random)"
                 )
             if not isinstance(task, Classification):
                 task.count(task.predict(outputs.detach()).cpu(), some.cpu())
-            alone = [of_each(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
+            alone = [loss_and_score(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
             for name, each in found.items():
                 if not is_close(torch.cat([row[name] for row in alone]), each):
                     fault = f"the {name} of an image depends on other images, or on chance"
-                    raise UsageError(f"{on}: {fault}, so N processes would not train as one")
+                    raise UsageError(f"{case}: {fault}, so N processes would not train as one")
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
@@ -119,13 +119,13 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 # --- What a checkpoint would lose
 
 
-def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
+def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str | None:
     """Raise UsageError if a net that is resumed would differ from one that went on.
 
     After a step, a net that `make` made goes on beside another one, which has nothing of it but its
     state_dict, as after a resume; both draw the same random numbers. If their logits are equal,
     return a sentence on the numbers that the state_dict lacks all the same, as a count of calls;
-    "" if there are none.
+    None if there are none.
     """
     unbroken = _made(make)
     before = _outside_state_dict(unbroken.net)
@@ -148,7 +148,7 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
                 " from a default generator (torch, NumPy, random)"
             )
     if not counts:
-        return ""
+        return None
     return (
         f"--model {name}: forward changes {', '.join(counts)}, which is not in its state_dict; if"
         " the logits ever depend on it, a resumed run will differ"

@@ -18,14 +18,8 @@ from filelock import FileLock
 
 from ddp_mnist import errors
 from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame, reason
+from ddp_mnist.system import files
 from ddp_mnist.system.console import finite, warn
-from ddp_mnist.system.files import (
-    LEFTOVER,
-    read_if_whole,
-    storage_errors,
-    to_json,
-    write_atomically,
-)
 from ddp_mnist.system.locks import HeldError, take
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
@@ -81,14 +75,14 @@ class RunFolder:
         Raise UsageError if the folder holds another program's files or a run; `begin_again` allows
         a run that saved nothing. Raise StorageError if the folder cannot be made or written.
         """
-        with storage_errors(Path(run_dir or RUNS)):
+        with files.storage_errors(Path(run_dir or RUNS)):
             path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
         others = ", ".join(name for name in names if (path / name).exists())
         if (path / STATUS).exists():  # a run writes it first: without it, no run is here
-            last = read_if_whole(path / STATUS)
+            last = files.read_if_whole(path / STATUS)
             lost = last.get("state") == "preempted"  # which saved: is its disk not there?
             free = begin_again and not lost and not any((path / CHECKPOINTS).glob("step-*.pt"))
             held = f"a run already (to resume it: --resume {path})"
@@ -117,7 +111,7 @@ class RunFolder:
 
         Raise UsageError if another process is writing it, StorageError if it cannot be written.
         """
-        with storage_errors(path):
+        with files.storage_errors(path):
             try:
                 self._lock, self.path = take(path / LOCK).lock, path
                 self._number = (path / LOCK).stat().st_ino
@@ -126,7 +120,10 @@ class RunFolder:
                     f"{path}: another run is writing there ({error}); wait until it has ended, or"
                     " name another --run-dir"
                 ) from None
-            for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
+            for leftover in [
+                *path.glob(files.LEFTOVER),
+                *(path / CHECKPOINTS).glob(files.LEFTOVER),
+            ]:
                 if leftover.is_file():
                     leftover.unlink()
 
@@ -162,19 +159,19 @@ class RunFolder:
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replace the file atomically. Raise StorageError."""
-        self.write_bytes(name, to_json(content).encode())
+        self.write_bytes(name, files.to_json(content).encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Replace the file atomically. Raise StorageError."""
         if self.path:
             self.check_ours()
-            with storage_errors(self.path / name):
-                write_atomically(self.path / name, content)
+            with files.storage_errors(self.path / name):
+                files.write_atomically(self.path / name, content)
 
     def check_ours(self) -> None:
         """Raise StorageError if the folder or its lock was removed: another run may write there."""
         if self.path and self._lock:
-            with storage_errors(self.path / LOCK):
+            with files.storage_errors(self.path / LOCK):
                 number = (self.path / LOCK).stat().st_ino
             if number != self._number:
                 raise StorageError(f"{self.path}: was removed, and is another run's folder now")
@@ -186,7 +183,7 @@ class RunFolder:
         if self.path:
             path = self.path / METRICS
             self.check_ours()
-            with storage_errors(path), open(path, "a", encoding="utf-8") as file:
+            with files.storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
         if self.log_to_trackers:
             self.log_to_trackers(metrics, step)
@@ -198,16 +195,21 @@ class RunFolder:
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return [line for line in lines if line["step"] == step]
 
-    def cut_metrics(self, count: int) -> None:
-        """Cut off all but the first `count` lines: their steps are about to be repeated."""
+    def cut_metrics(self, count: int) -> list[str]:
+        """Cut off all but the first `count` lines: the others' steps are about to be repeated.
+
+        Return a line for the console if it has fewer.
+        """
         self.metrics_lines = 0
         if self.path and (path := self.path / METRICS).exists():
-            with storage_errors(path):
+            with files.storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
                 # A crash of the machine may have truncated the last one.
                 kept = [line for line in lines if line.endswith(b"\n")]
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
+        lost = count - self.metrics_lines
+        return [f"{self.path}/{METRICS}: lacks {lost} lines of earlier steps"] if lost else []
 
 
 def _link(latest: Path, path: Path) -> None:
@@ -226,7 +228,7 @@ def reserve(dataset: str) -> Path:
     """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raise StorageError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
-    with storage_errors(RUNS):
+    with files.storage_errors(RUNS):
         RUNS.mkdir(parents=True, exist_ok=True)
         taken = [int(m[1]) for path in RUNS.iterdir() if (m := pattern.fullmatch(path.name))]
         for number in itertools.count(max(taken, default=0) + 1):

@@ -10,7 +10,6 @@ import torch
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.train_config import ResolvedConfig
-from ddp_mnist.core.task import Task
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import first_of, printable, shown_name
@@ -33,7 +32,7 @@ ONE_LINE = 69  # columns next to the name of a line
 def plan_text(run: TrainingRun, folder: Path | None) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     config, world, images = run.config, run.world, run.images
-    recipe, size = config.recipe, world.accelerator.num_processes
+    recipe, size = config.recipe, world.store.world_size
     train_rows, val_rows, test_rows = map(len, rows_of_splits(images))
     steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
@@ -42,11 +41,13 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
     are = "is" if left_out == 1 else "are"
     rest = f"; {count(left_out, 'image')} {are} left out, others in each epoch" if left_out else ""
     compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
+    targets = f"targets {', '.join(map(printable, run.task.names))}"
+    targets = f"{len(images.classes)} classes" if images.classes else targets
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
-        f" {test_rows:,} test images, {about_targets(images, run.task)}",
+        f" {test_rows:,} test images, {targets}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **(by_class(images, recipe.class_weights) if images.classes else {}),
+        **(class_lines(images, recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
@@ -58,13 +59,6 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
-
-
-def about_targets(images: ImageData, task: Task) -> str:
-    """Return in words what an image's targets are."""
-    if images.classes:
-        return f"{len(images.classes)} classes"
-    return f"targets {', '.join(map(printable, task.names))}"
 
 
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
@@ -97,7 +91,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
     return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 
 
-def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
+def class_lines(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
     labels = images.targets[images.rows["train"]]
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()

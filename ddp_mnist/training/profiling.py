@@ -9,25 +9,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from ddp_mnist.system.files import storage_errors
+from ddp_mnist.training.training_run import TrainingRun
 
 STEPS_BEFORE = 11  # the first steps are the slowest; in the last of these the profiler warms up
 NO_PROFILE = SimpleNamespace(step=lambda: None)
 
 
-def profiled(
-    accelerator: Accelerator, steps: int, run: str
-) -> contextlib.AbstractContextManager[Any]:
-    """Trace `steps` optimizer steps of the block, after STEPS_BEFORE others, if it has so many.
+def profiled(run: TrainingRun, folder: str) -> contextlib.AbstractContextManager[Any]:
+    """Trace --profile optimizer steps of the block, after STEPS_BEFORE others, if it has so many.
 
-    It yields torch's profiler, whose `step` has to be called after each step.
+    The traces go to the run's `folder`. It yields torch's profiler, whose `step` has to be called
+    after each step.
     """
+    world, steps = run.world, run.config.run.profile
     if not steps:
         return contextlib.nullcontext(NO_PROFILE)
-    file = Path(run, "profile", f"rank-{accelerator.process_index}.json").absolute()
+    file = Path(folder, "profile", f"rank-{world.store.rank}.json").absolute()
 
     # Accelerate's own output_trace_dir fails in a run that ends before these steps.
     def write(trace: Any) -> None:
@@ -38,4 +38,4 @@ def profiled(
 
     skipped = STEPS_BEFORE - 1
     schedule = {"skip_first": skipped, "wait": 0, "warmup": 1, "active": steps, "repeat": 1}
-    return accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=write))
+    return world.accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=write))

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.config.flag_fields import flag_name
@@ -27,6 +27,14 @@ MISFIT = "undo what has changed in the code of the net or the optimizer, or begi
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
+class Opened(NamedTuple):
+    """What every rank knows of the run folder, and of the checkpoint in it."""
+
+    run_id: str = ""  # each checkpoint holds it
+    where: str = ""  # the folder's path on rank 0's machine
+    checkpoint: bytes | None = None  # to resume from: complete on rank 0, empty on other ranks
+
+
 class RecordedRun(Run):
     """The run that `fit` is given. By default it writes and prints nothing."""
 
@@ -36,18 +44,15 @@ class RecordedRun(Run):
         stop: StopSignals,
         folder: RunFolder | None = None,  # has no path on ranks that do not write
         console: Console | None = None,  # silent on all but one
-        *,
-        run_id: str = "",  # each checkpoint holds it
-        where: str = "",  # the folder's path on rank 0's machine
-        checkpoint: bytes | None = None,  # to resume from: complete on rank 0, empty on other ranks
+        opened: Opened | None = None,
         profile: Any = NO_PROFILE,  # torch's, with --profile
     ) -> None:
-        self.run, self.stop, self.run_id, self.where = run, stop, run_id, where
+        self.run, self.stop, self.profile = run, stop, profile
+        self.run_id, self.where, self.checkpoint = opened or Opened()
         self.folder, self.console = folder or RunFolder(), console or Console(False)
-        self.checkpoint, self.profile = checkpoint, profile
         flags = run.config.run
         self.log_every, self.checkpoint_every = flags.log_every, flags.checkpoint_every
-        self.stop_requests = stop.requests
+        self.stop_requests, self.is_rank0 = stop.requests, run.world.store.rank == 0
         self.line: dict[str, Any] = {}  # of the last sync point, as it is logged
         self.began: tuple[float, int] | None = None  # time and step of the first sync point
 
@@ -60,8 +65,7 @@ class RecordedRun(Run):
             done = f"stopped after step {error.step}"
             if self.where:
                 done += f" and saved; to go on, add --resume {self.where} to the command"
-            accelerator = self.run.world.accelerator
-            raise self.stop.ending(error.requests, done, accelerator.is_main_process) from None
+            raise self.stop.ending(error.requests, done, self.is_rank0) from None
         except Diverged as error:
             raise DivergedError(
                 f"--{error}; use a lower learning rate, or --max-grad-norm 1, and look at your own"
@@ -112,7 +116,8 @@ class RecordedRun(Run):
         if validation:
             metrics = {"epoch": progress.epoch - 1, **validation.as_log_line("val")}
             self.folder.log(progress.step, metrics)
-            self.warn_unless_finite(validation)
+            if self.is_rank0:
+                warn_unless_finite(validation)
         every = -(-epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == epochs or progress.stopped_by:
             line = lines.epoch_line(progress.epoch - 1, epochs, means, validation, task.name)
@@ -120,10 +125,6 @@ class RecordedRun(Run):
         if progress.stopped_by:
             flag = flag_name(progress.stopped_by)
             self.console.print(f"stopped by {flag} after epoch {progress.epoch}")
-
-    def warn_unless_finite(self, metrics: EvalResult) -> None:
-        if self.run.world.accelerator.is_main_process:
-            warn_unless_finite(metrics)
 
     def progress_line(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
@@ -157,7 +158,8 @@ class RecordedRun(Run):
         """Write the test's metrics, the weights and the summary, and show the result."""
         run, progress = self.run, state.progress
         self.folder.log(progress.step, {"epoch": progress.epoch - 1, **test.as_log_line("test")})
-        self.warn_unless_finite(test)
+        if self.is_rank0:
+            warn_unless_finite(test)
         model, image_format = run.config.recipe.model, run.images.image_format
         content = model_file.to_bytes(net.net.state_dict(), model, run.task, image_format)
         self.folder.write_bytes(MODEL, content)

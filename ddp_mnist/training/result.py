@@ -1,9 +1,7 @@
 """The result of a run: summary.json, and the lines that the console ends with."""
 
-import os
-import shutil
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +12,13 @@ from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
-from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.system.console import count, named_lines
+from ddp_mnist.system.files import read_json
 from ddp_mnist.training import scores
-from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.folder import SUMMARY, RunFolder
 from ddp_mnist.training.scores import number_text, score_texts
 from ddp_mnist.training.training_run import TrainingRun
-from ddp_mnist.training.versions import git_commit, package_versions
+from ddp_mnist.training.versions import git_commit, package_versions, program
 
 
 def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
     Seconds are wall-clock, summed over the parts of a run that was resumed.
     """
     config, world, images, progress = run.config, run.world, run.images, state.progress
-    recipe = config.recipe
+    recipe, weights = config.recipe, run.found.weights
     images_trained_on = progress.step * recipe.batch_size
     device = world.device_name
     gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
@@ -46,7 +44,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "skipped_steps": progress.skipped_steps,
         "resumed_from": progress.resumed_from,
         "global_batch_size": recipe.batch_size,
-        "world_size": world.accelerator.num_processes,
+        "world_size": world.store.world_size,
         "num_machines": world.num_machines,
         "device": device,
         "backend": world.backend,
@@ -55,7 +53,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
-        "weights": str(run.weights) if run.weights else None,  # DEFAULT may mean others one day
+        "weights": str(weights) if weights else None,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.start_time, 3),
@@ -74,23 +72,14 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
     }
 
 
-def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
-    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    now, then = images.describe(), summary.get("dataset", {})
-    had = "train {train_rows:,}, test {test_rows:,} images"
-    counts = [had.format(**each) for each in (then, now) if each]
-    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
-    return f"{run}: the images of {dataset} have changed since the run ({what})"
-
-
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     """Return the result as lines; the first says it all."""
     name, classes = outcome["score_name"], outcome["classes"]
     score, images = outcome[f"test_{name}"], outcome["test_count"]
     wrong = f" ({round((1 - score) * images):,} wrong)" if classes else ""
     loss = scores.shown_loss(outcome, outcome["test_loss"])
-    of = f"{images:,} images of {outcome['dataset']['name']}"
-    result = f"test {name} {number_text(score)} on {of}{wrong}, {loss}"
+    tested_on = f"{images:,} images of {outcome['dataset']['name']}"
+    result = f"test {name} {number_text(score)} on {tested_on}{wrong}, {loss}"
     lines = {
         "and": ", ".join(score_texts(outcome["metrics"])),
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
@@ -105,8 +94,14 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
 
 
-def program() -> str:
-    """Return the command that starts this program here: `make` activates no environment."""
-    if shutil.which("ddp-mnist"):
-        return "ddp-mnist"
-    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"
+def finished_line(path: Path) -> str:
+    """Return the line on a finished run that should not train longer."""
+    summary = read_json(path / SUMMARY)
+    stopped_by = summary["stopped_by"]
+    early = f", stopped by {stopped_by}" if stopped_by else ""
+    name = summary["score_name"]
+    score = number_text(summary[f"test_{name}"])
+    return (
+        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name} {score};"
+        f" to train longer, change {stopped_by or '--epochs'}"
+    )

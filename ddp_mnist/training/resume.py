@@ -14,22 +14,14 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import own_code
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.train_config import ResolvedConfig, RunFlags, TrainConfig
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.folder import (
-    CONFIG,
-    METRICS,
-    MODEL,
-    STATUS,
-    SUMMARY,
-    RunFolder,
-    name_a_run,
-    without_link,
-)
-from ddp_mnist.training.saved_config import RUN_FORMAT
-from ddp_mnist.training.scores import number_text
+from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, without_link
+from ddp_mnist.training.result import finished_line
+from ddp_mnist.training.saved_config import RUN_FORMAT, saved_config
+from ddp_mnist.training.training_run import TrainingRun
 
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 
@@ -40,7 +32,7 @@ class EarlierRun:
 
     path: str  # on rank 0's machine
     saved: dict[str, Any]  # its config.json
-    finished: str = ""  # the line to print if nothing is left to do
+    finished: str | None = None  # the line to print if nothing is left to do
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -69,12 +61,12 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
         earlier = EarlierRun(str(path), read_saved(path))
-        now = inherit(config, earlier)
-        for group in (now.run, now.recipe):
+        for group in (config.run, config.recipe):
             for name, value in flag_values(group, "must equal").items():
-                refuse_another(name, value, earlier.flags[name], path)
+                if name in config.typed:
+                    refuse_another(name, value, earlier.flags[name], path)
         has_model = (path / MODEL).exists()  # else it is written again
-        if state != "finished" or not has_model or wants_more(now.recipe, earlier.flags):
+        if state != "finished" or not has_model or wants_more(config, earlier.flags):
             return asdict(earlier)
         return asdict(earlier) | {"finished": finished_line(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -89,15 +81,15 @@ def read_saved(path: Path) -> dict[str, Any]:
     """Return a run's config.json; a flag that is newer than the run has its default there.
 
     So the default of a new flag has to mean that all is as before. Raise CheckpointError if the run
-    is of another format, or has a flag that is unknown here.
+    is of another format, or has a flag that is unknown here, TypeError if a value makes no sense.
     """
     saved = read_json(path / CONFIG)
     other = "" if saved["format"] == RUN_FORMAT else f"format {saved['format']}"
     for key, group in GROUPS.items():
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in saved[key].items()}
-        defaults = {field.name: field.default for field in flag_fields(group)}
-        other = other or ", ".join(map(flag_name, sorted(found.keys() - defaults.keys())))
-        saved[key] = defaults | found
+        unknown = found.keys() - {field.name for field in flag_fields(group)}
+        other = other or ", ".join(map(flag_name, sorted(unknown)))
+        saved[key] = found if other else flag_values(group(**found))
     if other:
         what = f"is of another version of ddp_mnist ({other})"
         raise CheckpointError(f"--resume {path}: {what}; resume it with that, or start a new run")
@@ -106,71 +98,58 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 def inherit(config: TrainConfig, earlier: EarlierRun) -> TrainConfig:
     """Return `config` with the run's own values for all flags that were not typed."""
-    typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
+    given = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
 
     def inherited(group: Any) -> Any:
-        kept = flag_values(group, "must equal", "may change").keys() - typed
+        kept = flag_values(group, "must equal", "may change").keys() - given
         return dataclasses.replace(group, **{name: earlier.flags[name] for name in kept})
 
     run, recipe = inherited(config.run), inherited(config.recipe)
     return dataclasses.replace(config, resumes=True, run=run, recipe=recipe)
 
 
-def wants_more(now: Recipe, before: dict[str, Any]) -> bool:
+def wants_more(config: TrainConfig, before: dict[str, Any]) -> bool:
     """Return whether a finished run should train longer, by its epochs or its stop rules."""
-    stops = ("target_accuracy", "patience")
-    return (now.epochs or 0) > before["epochs"] or any(getattr(now, n) != before[n] for n in stops)
-
-
-def finished_line(path: Path) -> str:
-    """Return the line on a finished run that should not train longer."""
-    summary = read_json(path / SUMMARY)
-    stopped_by = summary["stopped_by"]
-    early = f", stopped by {stopped_by}" if stopped_by else ""
-    name = summary["score_name"]
-    score = number_text(summary[f"test_{name}"])
-    return (
-        f"{path}: finished already, after epoch {summary['epochs']}{early}, test {name} {score};"
-        f" to train longer, change {stopped_by or '--epochs'}"
-    )
+    names = config.typed & {"epochs", "target_accuracy", "patience"}
+    typed = {name: getattr(config.recipe, name) for name in names}
+    more_epochs = (typed.pop("epochs", None) or 0) > before["epochs"]
+    return more_epochs or any(value != before[name] for name, value in typed.items())
 
 
 def load_latest(
-    folder: RunFolder, earlier: EarlierRun, now: dict[str, Any], config: ResolvedConfig
+    run: TrainingRun, folder: RunFolder, earlier: EarlierRun
 ) -> tuple[bytes, list[str]]:
     """Lock the run's folder, and read its newest whole checkpoint; on rank 0.
 
-    `config` is that of this part of the run, and `now` its config.json. Return the checkpoint's
-    bytes, and lines to print on skipped files and changes. Raise CheckpointError if no checkpoint
-    is whole or the newest is another run's, UsageError if another process is writing the folder or
-    fewer epochs are requested than are done.
+    `run` is this part of it. Return the checkpoint's bytes, and lines to print on skipped files and
+    changes. Raise CheckpointError if no checkpoint is whole or the newest is another run's,
+    UsageError if another process is writing the folder or fewer epochs are requested than are done.
     """
     path, before = Path(earlier.path), earlier.saved
+    now = saved_config(run, before["run_id"], earlier.path)
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
     where = f"step {step} of {path}"
     content = checkpoint.from_bytes(raw, where)
     with blame(f"{where}: is not from ddp_mnist", CheckpointError, "move it elsewhere"):
         reached, metrics_lines = content["state"]["progress"]["step"], content["metrics_lines"]
-        is_own = (content["run_id"], reached) == (before["run_id"], step)
-    if not is_own:
+        is_this_runs = (content["run_id"], reached) == (before["run_id"], step)
+    if not is_this_runs:
         fault = "belongs to another run, or to another step"
         raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
-    for typed, was in before["own_code"].items():
-        flag, _, name = typed.partition(" ")
+    for flag_and_name, was in before["own_code"].items():
+        flag, _, name = flag_and_name.partition(" ")
         own_code.check_unchanged(flag, name, was, where)
-    precision, was = (of["distribution"]["mixed_precision"] for of in (now, before))
+    precision, was = (each["distribution"]["mixed_precision"] for each in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
-    recipe = config.recipe
+    recipe = run.config.recipe
     if step > recipe.total_steps:
         raise UsageError(
             f"--epochs {recipe.epochs}: the run is already beyond that, at step {step}; ask for at"
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
-    folder.cut_metrics(metrics_lines)
-    if lost := metrics_lines - folder.metrics_lines:
-        lines.append(f"{path / METRICS}: lacks {lost} lines of earlier steps")
+    lines += folder.cut_metrics(metrics_lines)
     folder.step = step
     changed = changes(before, now)
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"

@@ -5,7 +5,7 @@ from typing import Any
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
 from ddp_mnist.training.training_run import TrainingRun
-from ddp_mnist.training.versions import code_digest, own_digests, package_versions
+from ddp_mnist.training.versions import code_digest, package_versions
 
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
 # wrongly: one of another format is refused. A new flag needs no new format, see resume.py.
@@ -26,12 +26,12 @@ def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
         "digest": images.digest,
         "test_share": images.test_share,
         "left_out": images.left_out,
-        "own_code": own_digests(config.recipe),  # by the flag that names it
+        "own_code": run.found.own_code,
         "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},
         "recipe": flag_values(config.recipe),
         "distribution": flag_values(config.distribution) | in_effect,
         "world": {
-            "world size": world.accelerator.num_processes,
+            "world size": world.store.world_size,
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
@@ -50,7 +50,7 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         for field in flag_fields(group)
         if not field.metadata["per_rank"]
     }
-    own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
+    own_code = {f"the code of {name}": code for name, code in run.found.own_code.items()}
     others = {"the data's digest": images.digest}
     others |= {"the images that --weights has seen": str(sum(images.left_out))}
     return flags | others | own_code | how_it_computes(run.world)

@@ -34,8 +34,8 @@ def number_text(number: float | None) -> str:
 def shown_loss(outcome: dict[str, Any], loss: float) -> str:
     """Return the loss of a split as it is printed, with the name of the user's own --loss."""
     function = outcome["loss_function"]
-    own = f"{function} " if outcome["classes"] and function != CROSS_ENTROPY else ""
-    return f"loss {own}{loss:.4f}"
+    name = f"{function} " if outcome["classes"] and function != CROSS_ENTROPY else ""
+    return f"loss {name}{loss:.4f}"
 
 
 def packed(confusion: list[list[int]]) -> list[list[int]]:

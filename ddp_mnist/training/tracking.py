@@ -5,10 +5,10 @@ Only the process that has the run folder has them. A slow one holds up the steps
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from accelerate.tracking import filter_trackers, get_available_trackers
+from accelerate.tracking import filter_trackers
 
 from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.training.folder import RunFolder
@@ -17,31 +17,17 @@ from ddp_mnist.training.training_run import TrainingRun
 PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
-def known_trackers(trackers: str | None) -> list[str]:
-    """Return the comma-separated names; to be called on rank 0, where the trackers run.
-
-    Raise UsageError for one that is not installed: Accelerate would leave it out in silence.
-    """
-    names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
-    installed = [str(name) for name in get_available_trackers()] if names else []
-    for name in names:
-        if name not in installed:
-            legal = ", ".join(installed)
-            raise UsageError(f"--trackers {name}: is not installed; choose from {legal}")
-    return names
-
-
 @contextlib.contextmanager
-def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
-    """Log the block's metrics to the trackers of these names too.
+def tracked(run: TrainingRun, folder: RunFolder) -> Iterator[None]:
+    """Log the block's metrics to the run's trackers too.
 
     Raise UsageError if one cannot be started, StorageError if one fails.
     """
     config, world = run.config, run.world
-    if folder.path is None or not names:
+    if folder.path is None or not run.found.trackers:
         yield
         return
-    accelerator, typed = world.accelerator, f"--trackers {config.run.trackers}"
+    accelerator, prefix = world.accelerator, f"--trackers {config.run.trackers}"
     place, run_name = str(folder.path / FOLDER), folder.path.name
     options = {
         "tensorboard": {"purge_step": folder.step},  # what is repeated: validation at that step
@@ -53,17 +39,17 @@ def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterat
         "metrics": ",".join(config.recipe.metrics),  # TensorBoard takes no tuple
         "seed": config.run.seed,
         "dataset": config.run.dataset,
-        "world_size": accelerator.num_processes,
+        "world_size": world.store.world_size,
         "precision": world.precision,
     }
     settings = {name: value for name, value in settings.items() if value is not None}
-    with blame(typed, UsageError):
+    with blame(prefix, UsageError):
         accelerator.project_configuration.set_directories(place)
-        accelerator.log_with = filter_trackers(names, place)
+        accelerator.log_with = filter_trackers(run.found.trackers, place)
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
 
     def log(metrics: dict[str, Any], step: int) -> None:
-        with blame(typed, StorageError):
+        with blame(prefix, StorageError):
             known = {name: value for name, value in metrics.items() if value is not None}
             accelerator.log(known, step)
 
@@ -81,5 +67,5 @@ def tracked(run: TrainingRun, folder: RunFolder, names: Sequence[str]) -> Iterat
         with contextlib.suppress(Exception):  # the first error counts
             finish()
         raise
-    with blame(typed, StorageError):
+    with blame(prefix, StorageError):
         finish()

@@ -1,15 +1,15 @@
 """What is trained, on which images, by which processes: known before the first step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.task import Task
-from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.nets.initial_weights import InitialWeights
+from ddp_mnist.data.splits import subset
+from ddp_mnist.task import make_task
+from ddp_mnist.training.found import Found
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,20 @@ class TrainingRun:
     config: ResolvedConfig  # with the values that the data and the number of processes decide
     world: World  # all processes
     images: ImageData
-    task: Task  # what is learned from them
-    make_net: Callable[[], Normalised]
+    found: Found
+    task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
-    weights: InitialWeights | None = None  # with which the run began
+
+
+def make_run(
+    config: ResolvedConfig, world: World, images: ImageData, found: Found | None = None
+) -> TrainingRun:
+    """Return the run on these images, whose rows are in their splits. Raises as `make_task` does.
+
+    `found` is what the flags of `config` name; nothing by default.
+    """
+    found, device = found or Found(), world.accelerator.device
+    own = found.task, found.loss, found.scores
+    task = make_task(config.recipe, images.classes, subset(images, "train"), device, *own)
+    recipe = config.recipe.for_fit(images.image_format.kind)
+    return TrainingRun(config, world, images, found, task, recipe)

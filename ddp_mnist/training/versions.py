@@ -1,14 +1,13 @@
-"""The versions of packages, code and commit that run here."""
+"""What runs here: the versions of packages, code and commit, and the command."""
 
 import hashlib
+import os
 import platform
+import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from ddp_mnist.config import own_code
-from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.nets.build import is_known
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 
@@ -30,13 +29,6 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def own_digests(recipe: ResolvedRecipe) -> dict[str, str]:
-    """Return the SHA-256 of each of the user's own files, by its flag: --model, --loss, --task."""
-    named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
-    named |= {"--task": recipe.task}
-    return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}
-
-
 def git_commit() -> str | None:
     """Return the commit of the checkout that this package is part of, + if changed; or None."""
     is_tracked = "ls-files --error-unmatch ."  # .venv may lie in another checkout
@@ -48,3 +40,10 @@ def git_commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
     return done.stdout.strip()
+
+
+def program() -> str:
+    """Return the command that starts this program here: `make` activates no environment."""
+    if shutil.which("ddp-mnist"):
+        return "ddp-mnist"
+    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"

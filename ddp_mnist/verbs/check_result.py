@@ -59,12 +59,12 @@ def worst(results: Iterable[CheckResult]) -> str:
     return max((result.status for result in results), key=(PASS, WARN, FAIL).index, default=PASS)
 
 
-def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -> str:
-    """Return one line that names the failed checks; "" if none failed."""
-    wrong = [result.name for result in results if result.status == FAIL]
+def failure_summary(what: str, results: Sequence[CheckResult]) -> str | None:
+    """Return one line that names the failed checks; None if none failed."""
+    if not (wrong := [result.name for result in results if result.status == FAIL]):
+        return None
     names = ", ".join(dict.fromkeys(wrong))
-    summary = f"{what}: {len(wrong)} of {len(results)} checks failed ({names}); {fix}"
-    return summary if wrong else ""
+    return f"{what}: {len(wrong)} of {len(results)} checks failed ({names}); {FIX}"
 
 
 def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:

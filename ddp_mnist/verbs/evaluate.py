@@ -3,8 +3,8 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from ddp_mnist.system.console import Console, as_json, warn
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
-from ddp_mnist.training.result import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
@@ -63,9 +62,10 @@ def evaluate_run(
     run = flags.run
     with join_world(distribution, launch, full_precision=True) as world:
         store, accelerator = world.store, world.accelerator
-        content = model_file.read_bytes(run) if store.rank == 0 else b""
+        is_rank0 = store.rank == 0  # which has the run, counts and prints
+        content = model_file.read_bytes(run) if is_rank0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
-        more = {n: find_score(n) for n in config["metrics"]} if store.rank == 0 else {}
+        more = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
@@ -83,14 +83,14 @@ def evaluate_run(
             import_metrics_meanwhile()
         loader = make_eval_loader(accelerator, rows, flags.batch_size)
         metrics = evaluate_split(accelerator, model, loader, task)
-        if not accelerator.is_main_process:
+        if not is_rank0:
             return None
         scores.warn_unless_finite(metrics)
         return {
             "run": run,
             "split": flags.split,
             "dataset": images.describe(),
-            "world_size": accelerator.num_processes,
+            "world_size": store.world_size,
             "notes": [*images.warnings, *images.careful, *images.image_format.notes],
             "classes": images.classes,
             "inject": config["inject"],
@@ -113,7 +113,8 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         config = files.read_json(Path(run) / folder.CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
-        found |= {name: config.get(name) for name in ("digest", "own_code", "test_share")}
+        found |= {name: config.get(name) for name in ("digest", "own_code")}
+        found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
     found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
@@ -131,30 +132,34 @@ def _load(
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options = options_of(config)
+    options, share = options_of(config), config["test_size"]
     if not flags.dataset:
-        options = dataclasses.replace(options, test_size=config["test_share"])
         images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
         fault = changed_since(flags.run, name, config["summary"], images)
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
-    options = dataclasses.replace(options, test_size=0)
-    known = cache.cached(flags.dataset, cache_dir, options)
-    channels, height, width = trained.image_format.shape
-    if not known or known.image_format.shape != trained.image_format.shape:
-        options = dataclasses.replace(
-            options, size=(height, width), grey=channels == 1, for_evaluation=True
-        )
+    options = replace(options, test_size=0)
+    known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
+    if not known or known.image_format.shape != shape:
+        options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)
     images = cache.load(flags.dataset, cache_dir, options)
 
     # Images from which the run's own test was drawn are split as they were.
-    share = config["test_share"]
     is_known = np.isin(images.keys, folder.trained_on(flags.run))  # on rank 0, which has the run
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
-        images = cache.load(flags.dataset, cache_dir, dataclasses.replace(options, test_size=share))
+        images = cache.load(flags.dataset, cache_dir, replace(options, test_size=share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
+
+
+def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
+    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
+    now, then = images.describe(), summary.get("dataset", {})
+    had = "train {train_rows:,}, test {test_rows:,} images"
+    counts = [had.format(**each) for each in (then, now) if each]
+    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
+    return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:
@@ -170,8 +175,8 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
             fix = "rename it to one of them, or leave its images out"
             known = joined(map(shown_name, classes), 100)
             raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
-    of_run = np.array([index_of.get(name, -1) for name in images.classes])
-    return dataclasses.replace(images, classes=classes, targets=of_run[images.targets])
+    label_in_run = np.array([index_of.get(name, -1) for name in images.classes])
+    return replace(images, classes=classes, targets=label_in_run[images.targets])
 
 
 def _parted(
@@ -224,7 +229,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return score, loss and the confusion matrix, or the worst of it if that is large."""
     names, score = [shown_name(name) for name in metrics["classes"]], metrics["score_name"]
-    by_class = _worst if len(names) > scores.MANY_CLASSES else _matrix
+    class_lines = _worst if len(names) > scores.MANY_CLASSES else _matrix
     loss = scores.shown_loss(metrics, metrics["loss"])
     numbers = [f"{score} {scores.number_text(metrics[score])}", loss]
     numbers += scores.score_texts(metrics["scores"])
@@ -234,7 +239,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         f"{metrics['split']} split of {data}: {metrics['count']:,} images",
         *map(printable, metrics["notes"]),
         "   ".join(numbers),
-        *(by_class(names, metrics["class_accuracy"], metrics["confusion"]) if names else ()),
+        *(class_lines(names, metrics["class_accuracy"], metrics["confusion"]) if names else ()),
     ]
     return "\n".join(lines)
 

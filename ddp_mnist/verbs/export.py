@@ -54,14 +54,13 @@ def run(flags: Export) -> None:
         console.print(f"writing    {file}, and checking it")
         with blame(f"--format {name}", UsageError, LEAVE_OUT), quiet():
             content = write(trained)
-            apart, limit = largest_difference(trained, read(content))
-        if apart <= limit:
+            found, limit = largest_difference(trained, read(content))
+        if found <= limit:
             contents[file] = content
-            console.print(
-                f"{file}: outputs for {CHECKED_IMAGES} images within {apart:.0e} of the model's"
-            )
+            close = f"within {found:.0e} of the model's"
+            console.print(f"{file}: outputs for {CHECKED_IMAGES} images {close}")
         else:
-            failed.append(f"{file}: gives outputs {apart:.1e} from the model's, above {limit:.1e}")
+            failed.append(f"{file}: gives outputs {found:.1e} from the model's, above {limit:.1e}")
     if contents:
         write_folder(out, contents, trained, flags, console)
         console.print(f"written to {out}")
@@ -111,8 +110,8 @@ def largest_difference(trained: TrainedModel, outputs: Outputs) -> tuple[float, 
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
     with torch.no_grad():
         expected, alone = trained.model(images), trained.model(images[:1])
-        apart = torch.cat([outputs(images) - expected, outputs(images[:1]) - alone]).abs().max()
-    return apart.item(), LIMIT * max(1.0, expected.abs().max().item())
+        differences = torch.cat([outputs(images) - expected, outputs(images[:1]) - alone])
+    return differences.abs().max().item(), LIMIT * max(1.0, expected.abs().max().item())
 
 
 # --- The formats: each is written from a trained net, and read back as users will read it

@@ -18,9 +18,9 @@ def run(flags: Prepare) -> None:
     for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:
         console.print(note)
     train, test = len(images.rows["train"]), len(images.rows["test"])
-    of = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
+    targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
     console.print(
-        f"{images.name}: {train:,} train and {test:,} test images of {of} in"
+        f"{images.name}: {train:,} train and {test:,} test images of {targets} in"
         f" {cache.cache_folder(flags.cache_dir)}"
     )
     console.print(f"digest {images.digest}")

@@ -8,7 +8,6 @@ images that the model got wrong are found by running it once more, which takes s
 """
 
 import base64
-import dataclasses
 import io
 import json
 import math
@@ -34,9 +33,9 @@ from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
-from ddp_mnist.training.result import changed_since
 from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.verbs import plots
+from ddp_mnist.verbs.evaluate import changed_since
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
@@ -72,7 +71,7 @@ def run(flags: Report) -> None:
     console = Console(True)
     console.print("reading    the run and its predictions")
     run = read_run(Path(flags.run))
-    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else ""
+    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
     figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
@@ -112,16 +111,16 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, places: Report) -> str:
+def find_mistakes(run: ReportedRun, places: Report) -> str | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return, in words, how the images have changed since the run; "" if they have not.
+    Return, in words, how the images have changed since the run; None if they have not.
     """
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
     try:
-        options = options_of({"task": None} | run.config["recipe"] | flags)
-        options = dataclasses.replace(options, test_size=run.config.get("test_share"))
+        drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
+        options = options_of({"task": None} | run.config["recipe"] | flags | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
@@ -134,7 +133,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
-        return ""
+        return None
     if images.digest != run.summary["dataset"]["digest"]:
         change = changed_since(run.name, dataset, run.summary, images)
         run.no_mistakes = f"They cannot be shown: {change}."
@@ -148,7 +147,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     if not images.classes:
         columns = zip(names, trained.task.predict(outputs).T, targets.T, strict=True)
         run.scatter = {name: plots.scatter(name, *both) for name, *both in columns}
-        return ""
+        return None
     probabilities, labels = outputs.softmax(1), targets
     certainty, guesses = probabilities.max(1)
     certain_first = certainty.argsort(descending=True, stable=True)
@@ -165,7 +164,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         }
         for row in shown
     ]
-    return ""
+    return None
 
 
 def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
@@ -191,19 +190,19 @@ def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     facts = {"run": run, "curves": curves, "settings": settings_of(run)}
     sizes = {"many": MANY_CLASSES, "most": MOST_WRONG}
-    functions = (advice, by_class, interval, most_confused, parts_of, unpacked)
+    functions = (advice, class_rows, interval, most_confused, parts_of, unpacked)
     return render("report.html", **facts, **sizes, **{each.__name__: each for each in functions})
 
 
-def advice(run: ReportedRun) -> str:
+def advice(run: ReportedRun) -> str | None:
     """Compare the accuracies of training and validation, in words, and say what to try next.
 
-    Without a validation the test replaces it; "" if no step was logged, or without classes.
+    Without a validation the test replaces it; None if no step was logged, or without classes.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
     if not last or not run.summary["classes"]:
-        return ""
+        return None
     recipe, summary = run.config["recipe"], run.summary
     trained = sum(last) / len(last)
     if summary["val_accuracy"] is None:
@@ -246,7 +245,7 @@ def parts_of(path: str) -> list[str]:
     return re.findall(r"[^/_ -]+[/_ -]*|[/_ -]+", path)
 
 
-def by_class(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
+def class_rows(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
     """Yield for each class its name, images, correct ones, guesses, and its main confusion.
 
     The guesses are all images taken for the class. The confusion is how many of its images were

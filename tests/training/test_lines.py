@@ -1,6 +1,6 @@
-from types import SimpleNamespace
 from typing import Any
 
+from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.training import lines
 
 
@@ -17,7 +17,8 @@ def test_step_line() -> None:
 
 def test_epoch_line() -> None:
     means = {"loss": 0.51234, "score": 0.97, "images_per_second": 12345.6}
-    decided: Any = SimpleNamespace(score=0.99139, scores={"f1": 0.98761, "recall": None})
+    more = {"f1": 0.98761, "recall": None}
+    decided = EvalResult("accuracy", 0.99139, loss=0.1, count=10, scores=more)
     assert lines.epoch_line(1, 10, means, decided, "accuracy") == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
         "  recall undefined"

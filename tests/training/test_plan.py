@@ -1,19 +1,19 @@
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.training import plan
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
-    made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
-    photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
-    photos.rows = {"train": range(327)}
+    colour = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
+    photos = replace(of_classes(a=300, b=29), image_format=colour)
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
@@ -32,19 +32,18 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
     assert on.endswith("near 0.2); typed: --epochs 9, --no-augment, --metrics f1,recall")
 
 
-def of_classes(tests: int = 0, **counts: int) -> Any:
+def of_classes(tests: int = 0, **counts: int) -> ImageData:
     """Return images of these classes; the first of each is held out, and so many as a test."""
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
-    first = [labels.tolist().index(label) for label in range(len(counts))]
+    labels = np.repeat(np.arange(len(counts)), [*counts.values()])
+    _, first = np.unique(labels, return_index=True)
     train = np.delete(np.arange(len(labels)), first)
-    rows = {"train": train, "validation": np.array(first), "test": np.arange(tests)}
-    return SimpleNamespace(
-        classes=[*counts], targets=labels, rows=rows, test_share=tests, split=rows.get
-    )
+    rows = {"train": train, "validation": first, "test": np.arange(tests)}
+    digits = cache.load("digits")
+    return replace(digits, classes=[*counts], targets=labels, rows=rows, test_share=tests)
 
 
 def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
-    found = plan.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    found = plan.class_lines(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
         "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
@@ -52,9 +51,9 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
     more = ", or let rare classes count more by --class-weights balanced"
-    assert plan.by_class(rare)["hint"] == hint + more
-    assert plan.by_class(rare, "balanced")["hint"] == hint
-    many = plan.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
+    assert plan.class_lines(rare)["hint"] == hint + more
+    assert plan.class_lines(rare, "balanced")["hint"] == hint
+    many = plan.class_lines(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
         "hint": "few train images of c000 1, c001 2, c002 3, ...: below 20 a class is hard"
@@ -66,4 +65,4 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     """The plan has to say it, as one of each class always stays to train on."""
     few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
     for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
-        assert plan.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+        assert plan.class_lines(of_classes(tests, fly=13, bee=5))["hint"] == few + fix

@@ -3,18 +3,22 @@ from typing import Any
 
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.core.task import Classification
+from ddp_mnist.data import cache
+from ddp_mnist.training.found import Found
 from ddp_mnist.training.saved_config import must_be_equal
-from tests.run_checks import recipe_of
+from ddp_mnist.training.training_run import TrainingRun
+from tests.run_checks import fit_recipe, recipe_of
 
 
 def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     """Not what was asked for, such as `auto`, nor what is each rank's own."""
-    images: Any = SimpleNamespace(digest="abc", left_out=[])
+    images, task = cache.load("digits"), Classification([])
     world: Any = SimpleNamespace(backend="gloo", precision="bf16", compiled_by=None)
     own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
-    runs: Any = (
-        SimpleNamespace(
-            config=ResolvedConfig(*flags, recipe=recipe_of()), world=world, images=images
+    runs = (
+        TrainingRun(
+            ResolvedConfig(*flags, recipe=recipe_of()), world, images, Found(), task, fit_recipe()
         )
         for flags in (
             (RunFlags(dataset="digits"), Distribution(mixed_precision="auto", backend="auto")),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
@@ -168,7 +169,7 @@ def damaged(ranks: Iterable[int], parts: Any, device: Any, right: Any = payload)
     return right(ranks, parts, device) + (torch.tensor(ranks) == 1)[:, None, None]
 
 
-def unsynchronised(*arguments: Any, build: Any = group.make_net_of) -> nn.Module:
+def unsynchronised(*arguments: Any, build: Any = train.make_net) -> nn.Module:
     """Return a net whose last parameter DDP does not synchronise."""
     net = build(*arguments)
     leave_out_last_parameter(net)
@@ -205,7 +206,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     with patch.object(group, "LEAST_ACCURACY", 0.0):
         here.options = dataclasses.replace(here.options, minutes=0.001)
         yield "burn-in", none, group.burn_in
-        yield "bad burn-in", patch.object(group, "make_net_of", unsynchronised), group.burn_in
+        yield "bad burn-in", patch.object(train, "make_net", unsynchronised), group.burn_in
     one_call = functools.partial(group.all_reduce_ms, calls=1)
     yield "speeds", patch.object(group, "all_reduce_ms", one_call), group.speeds
     seconds = 0.1 + 0.2 * here.rank

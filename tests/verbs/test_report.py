@@ -66,7 +66,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 def read(run: Path) -> report.ReportedRun:
     """Return a run with its mistakes."""
     found = report.read_run(run)
-    assert report.find_mistakes(found, ANYWHERE) == ""
+    assert report.find_mistakes(found, ANYWHERE) is None
     return found
 
 
@@ -107,7 +107,7 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
 
 def test_each_class_is_counted_with_its_main_confusion() -> None:
     matrix = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 5]])
-    assert list(report.by_class(["a", "b", "c"], matrix)) == [
+    assert list(report.class_rows(["a", "b", "c"], matrix)) == [
         ("a", 4, 3, 5, 1, "b"),
         ("b", 0, 0, 1, 0, "a"),
         ("c", 7, 5, 5, 2, "a"),
@@ -252,7 +252,7 @@ def test_what_train_and_validation_say_together(
     for val_accuracy, split in ((validated, "validation"), (None, "test")):
         summary = {**counts, "val_accuracy": val_accuracy}
         run = report.ReportedRun(Path("a"), "a", config, metrics, summary, {})
-        sentence = report.advice(run)
+        sentence = str(report.advice(run))
         assert f"{trained:.4f} of the training images" in sentence
         assert f"{validated:.4f} of the {split} images: " in sentence
         assert said in sentence

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,10 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.system.console import count
-from ddp_mnist.task import make_task
 from ddp_mnist.training.recorded_run import RecordedRun
-from ddp_mnist.training.set_up import make_net_of
-from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.doctor.collectives import SIZES, all_reduce_ms, collectives
@@ -57,7 +53,7 @@ class Group:
 
     def __init__(self, world: World, options: Doctor) -> None:
         self.world, self.store, self.options = world, world.store, options
-        self.rank, self.size = world.store.rank, world.accelerator.num_processes
+        self.rank, self.size = world.store.rank, world.store.world_size
         self.device = world.accelerator.device
         self.is_first_here = world.store.place.index_here == 0
 
@@ -67,7 +63,11 @@ class Group:
         A machine that hangs fails here, even though its heartbeat continues.
         """
         everyone = list[Any]()
-        self.store.decide_for_all("doctor's check", mine, everyone.extend, self.store.patience_s)
+
+        def keep(found: list[Any]) -> None:  # rank 0 alone decides, and the others need not know
+            everyone.extend(found)
+
+        self.store.decide_for_all("doctor's check", mine, keep, self.store.patience_s)
         return everyone
 
     def merge(self, mine: list[CheckResult]) -> list[CheckResult]:
@@ -256,12 +256,7 @@ def training(group: Group) -> list[CheckResult]:
     images = cache.load("digits", group.options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.rows["train"]), group.size)
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
-    images = images.hold_out(recipe.val_size)
-    device = group.world.accelerator.device
-    task = make_task(recipe, images.classes, subset(images, "train"), device)
-    make_net = partial(make_net_of, config, group.world, task, images, None)
-    for_fit = recipe.for_fit(images.image_format.kind)
-    run = TrainingRun(config, group.world, images, task, make_net, for_fit)
+    run = make_run(config, group.world, images.hold_out(recipe.val_size))
     with listen() as stop:
         summary = train.fit_recorded(RecordedRun(run, stop))
     group.world.accelerator.free_memory()

@@ -71,8 +71,8 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
     is_hidden = hardware.HIDE_GPUS in os.environ
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        of = f" of the {there} in /dev" if mine < there else ""
-        text = f"{mine}{of}, CUDA {torch.version.cuda}, NCCL {nccl}"
+        out_of = f" of the {there} in /dev" if mine < there else ""
+        text = f"{mine}{out_of}, CUDA {torch.version.cuda}, NCCL {nccl}"
     elif there and not unused:
         text = f"{there}, hidden by {hardware.HIDE_GPUS} (as --cpu does)"
     else:

@@ -50,16 +50,11 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     else:
         results = check_together(flags, distribution, machines=True)
     if is_rank0:
-        report(results, flags, processes)
+        head = {"verdict": worst(results), "processes": processes}
+        Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
     console.print(f"verdict: {coloured(worst(results))}")
     if wrong := check_result.failure_summary("doctor", results):
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
-
-
-def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
-    """Print the results as one line of JSON, with --json."""
-    head = {"verdict": worst(results), "processes": processes}
-    Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
 
 
 def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
@@ -82,9 +77,8 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
-            of_rank_0: list[CheckResult]
-            of_rank_0, *_ = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
-            return of_rank_0
+            results = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
+            return list[CheckResult](results[0])
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")

@@ -8,7 +8,6 @@ nothing of them. config/mistakes.py lists them all, with the check of verify tha
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +22,23 @@ from ddp_mnist.core.batches import GlobalBatchSampler, Rows, make_loader
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.training.training_run import TrainingRun
 
+Change = Callable[[nn.Module, GlobalBatchSampler, Store], None]
+
 
 def make_mistake(run: TrainingRun) -> TrainingRun:
     """Make the mistake that --inject names. Return the run, perhaps with a changed recipe.
 
     The mistake ends with the run's world, whose Accelerator it changes.
     """
-    fault, store = run.config.recipe.inject, run.world.store
+    fault, accelerator, store = run.config.recipe.inject, run.world.accelerator, run.world.store
     if fault == "schedule":
         return replace(run, recipe=stepped_by_each(run.recipe, store.world_size))
-    if fault in IN_THE_ACCELERATOR:
-        IN_THE_ACCELERATOR[fault](run.world.accelerator, store)
+    if fault in BEFORE_PREPARE:
+        change_before_prepare(accelerator, store, BEFORE_PREPARE[fault])
+    elif fault == "padding":
+        count_padding(accelerator)
+    elif fault == "exit":
+        leave(accelerator, store)
     return run
 
 
@@ -51,11 +56,7 @@ def stepped_by_each(recipe: Recipe, processes: int) -> Recipe:
 # --- Before `prepare`, in the net or in the sampler
 
 
-def before_prepare(
-    change: Callable[[nn.Module, GlobalBatchSampler, Store], None],
-    accelerator: Accelerator,
-    store: Store,
-) -> None:
+def change_before_prepare(accelerator: Accelerator, store: Store, change: Change) -> None:
     """Let the Accelerator `change` the net or the sampler just before it prepares them."""
     prepare = accelerator.prepare
 
@@ -89,10 +90,18 @@ def leave_out_last_parameter(net: nn.Module, *_: object) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
 
+BEFORE_PREPARE: dict[str | None, Change] = {
+    "sampler": shuffle_by_rank,
+    "epoch": keep_first_order,
+    "gradients": sum_gradients,
+    "parameter": leave_out_last_parameter,
+}
+
+
 # --- Later, in the Accelerator's methods
 
 
-def count_padding(accelerator: Accelerator, _: Store) -> None:
+def count_padding(accelerator: Accelerator) -> None:
     """Repeat rows of an evaluation until all ranks' batches are full, and count them all."""
     prepare = accelerator.prepare_data_loader
 
@@ -121,13 +130,3 @@ def leave(accelerator: Accelerator, store: Store) -> None:
 
     if store.rank == store.world_size - 1:
         accelerator.backward = wait_in_step
-
-
-IN_THE_ACCELERATOR: dict[str | None, Callable[[Accelerator, Store], None]] = {
-    "sampler": partial(before_prepare, shuffle_by_rank),
-    "epoch": partial(before_prepare, keep_first_order),
-    "gradients": partial(before_prepare, sum_gradients),
-    "parameter": partial(before_prepare, leave_out_last_parameter),
-    "padding": count_padding,
-    "exit": leave,
-}

@@ -98,8 +98,8 @@ def config_of(flags: Verify) -> TrainConfig:
     """
     rows = len(images_of(flags.dataset, flags.task).rows["train"])
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
-    typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
-    changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
+    given = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     if flags.inject:
         changed = {**MISTAKES[flags.inject].recipe, **changed}
         epochs = max(epochs, MISTAKES[flags.inject].epochs)
@@ -209,11 +209,10 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare accumulated steps with undivided ones."""
-    config = with_run_dir(alone.config, f"parts-on-{size}", grad_accum=PARTS)
-    folder = alone.folder.parent
-    run_world(size, watch.just_train, config, folder=folder, timeout_s=HOUR)
-    what = f"weights by {PARTS} parts a step"
-    return near("accumulation", size, what, folder / f"parts-on-{size}", alone)
+    recipe = replace(alone.config.recipe, grad_accum=PARTS)
+    config = replace(alone.config, recipe=recipe)
+    run = watched_run(size, alone.folder.parent, config, "parts-on")
+    return near("accumulation", size, f"weights by {PARTS} parts a step", run.folder, alone)
 
 
 def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
@@ -250,7 +249,7 @@ def count_shards(
     together, by_hand = [], []
     with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
-            count_padding(world.accelerator, world.store)
+            count_padding(world.accelerator)
         test = subset(images, "test")
         tried = test.take([*range(min(len(test), max(SHARDS)[0]))])[0]
         predictions = [task.predict(net(image[None])) for image in tried]
@@ -292,8 +291,8 @@ def exact(
     return check(name, problem, text, FIX, figures=figures)
 
 
-def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str:
-    """Return the failure in one line, or "" without one. An injected fault is always a failure."""
+def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | None:
+    """Return the failure in one line, or None. An injected fault is always a failure."""
     if not fault:
         return check_result.failure_summary("verify", checks)
     name = MISTAKES[fault].caught_by

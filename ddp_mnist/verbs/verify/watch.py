@@ -25,15 +25,12 @@ from torch.utils.hooks import RemovableHandle
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
-from ddp_mnist.cluster.signals import listen
-from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.core.meter import MEASURED
 from ddp_mnist.core.wrappers import Normalised
-from ddp_mnist.training.folder import METRICS, MODEL, RunFolder
-from ddp_mnist.training.set_up import set_up_run
+from ddp_mnist.training.folder import METRICS, MODEL
 from ddp_mnist.verbs.verify.mistakes import make_mistake
 
 preload("ddp_mnist.train", "ddp_mnist.core.metrics")
@@ -71,27 +68,21 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_and_watch(config: TrainConfig) -> Seen:
-    """Train as `train` does, and return this rank's record."""
-    seen, launch = Seen(), find_launch(config.distribution)
+    """Train, and return this rank's record. The run has not finished, and is not just tried."""
+    seen, batches = Seen(), list[list[str]]()
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
         if isinstance(net, Normalised) and net.training:
-            seen.images.append([digest_of_image(image) for image in inputs[0]])
+            batches.append([digest_of_image(image) for image in inputs[0]])
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
+        seen.images += batches[-config.recipe.grad_accum :]  # before the first step was the trial
+        batches.clear()
         seen.learning_rates.append(optimizer.param_groups[0]["lr"])
         seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
-    with (
-        listen() as stop,
-        RunFolder() as folder,
-        join_world(config.distribution, launch) as world,
-        set_up_run(config, world, launch, folder, stop, make_mistake) as run,
-        before_each_step(look_at_step),
-        register_module_forward_pre_hook(look),
-    ):
-        assert run, "a finished run has nothing to watch"
-        seen.summary = train.fit_recorded(run)
+    with before_each_step(look_at_step), register_module_forward_pre_hook(look):
+        seen.summary = just_train(config)
     return seen
 
 

@@ -1,0 +1,71 @@
+"""The net of a run, and its trial: an error should not wait for the run folder."""
+
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from ddp_mnist.core.wrappers import Normalised
+from ddp_mnist.data.splits import subset
+from ddp_mnist.errors import UsageError
+from ddp_mnist.nets import trial
+from ddp_mnist.nets.build import build_net, has_batch_norm, is_known, memory_format_of
+from ddp_mnist.nets.initial_weights import load_weights
+from ddp_mnist.system.console import Console
+from ddp_mnist.training.training_run import TrainingRun
+
+
+def make_net(run: TrainingRun) -> Normalised:
+    """Return the run's net, in float64 with fp64; with the weights of --weights, if any."""
+    name, world = run.config.recipe.model, run.world
+    net = build_net(name, run.task, run.images.image_format)
+    load_initial_weights(run, net)
+    if world.precision == "fp64":
+        net.double()
+    if run.config.distribution.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net.to(memory_format=memory_format_of(name))
+    if world.compile_options:
+        net.compile(**world.compile_options)
+    return net
+
+
+def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
+    """Load --weights into the net. Return their origin, in words.
+
+    None without the flag, and for a resumed run, whose weights are in its checkpoint.
+    """
+    if not run.found.weights or run.config.resumes:
+        return None
+    name, task = run.config.recipe.model, run.task
+    return load_weights(net.net, name, run.found.weights, task.names, task.outputs)
+
+
+def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
+    """Try net, weights, loss and task on a few images, with nets that are then discarded.
+
+    Return the run, with what may spoil it when it is resumed. Raise as the trials do, or UsageError
+    for --sync-bn or --inject batchnorm without BatchNorm.
+    """
+    recipe, image_format, world = run.config.recipe, run.images.image_format, run.world
+    make = partial(build_net, recipe.model, run.task, image_format)
+    sync_bn = run.config.distribution.sync_bn
+    sharers = 1 if sync_bn else world.store.world_size
+    at_once = recipe.batch_size // recipe.grad_accum // sharers
+    trial.check(net := make(), recipe.model, run.task.outputs, image_format.shape, at_once)
+    if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
+        flag = "--sync-bn" if sync_bn else "--inject batchnorm"
+        raise UsageError(
+            f"{flag}: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
+    if origin := load_initial_weights(run, net):
+        console.print(f"weights    {origin}")
+    if recipe.loss or recipe.task:
+        named = f"--task {recipe.task}" if recipe.task else f"--loss {recipe.loss}"
+        train = subset(run.images, "train")
+        _, targets, _ = train.take([*range(min(3, len(train)))])
+        trial.check_task(run.task, named, targets.to(world.accelerator.device))
+    if is_known(recipe.model):
+        return run
+    lost = trial.check_state(make, recipe.model, image_format.shape)
+    return replace(run, images=run.images.with_care(lost)) if lost else run
