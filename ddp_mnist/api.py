@@ -49,7 +49,7 @@ def train(**flags: Any) -> dict[str, Any]:
     functions from a file, which Python imports once in a process. If `resume` names a finished run,
     return its summary.
     """
-    config = TrainConfig.of(_checked(flags, RunFlags, Recipe, Distribution))
+    config = TrainConfig.from_flags(_checked(flags, RunFlags, Recipe, Distribution))
     with _process_as_found():
         summary = run_training(config, find_launch(config.distribution), make_mistake)
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
@@ -61,7 +61,7 @@ def train(**flags: Any) -> dict[str, Any]:
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
     typed = _checked({"run": run, **flags}, Evaluate, Distribution)
-    own, distribution = Evaluate.of(typed), Distribution.of(typed)
+    own, distribution = Evaluate.from_flags(typed), Distribution.from_flags(typed)
     with _process_as_found():
         return evaluation.evaluate_run(own, distribution, find_launch(distribution, trains=False))
 
@@ -78,7 +78,7 @@ def predict(
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")
-    own = Predict.of(_checked({"run": run, "images": files, **flags}, Predict))
+    own = Predict.from_flags(_checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
     with torch.random.fork_rng(()):  # a user's net draws its weights on the CPU

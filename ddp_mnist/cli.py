@@ -300,14 +300,14 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
     own: type[Flags] = getattr(flags, name.capitalize())
     if name not in SHARED:
-        return (own.of(parse(name, argv, own, own)),)
+        return (own.from_flags(parse(name, argv, own, own)),)
     typed = parse(name, argv, own, own, Distribution)
-    return own.of(typed), Distribution.of(SHARED[name] | typed)
+    return own.from_flags(typed), Distribution.from_flags(SHARED[name] | typed)
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the flags as typed; the preset fills in others."""
-    return TrainConfig.of(parse("train", argv, train, RunFlags, Recipe, Distribution))
+    return TrainConfig.from_flags(parse("train", argv, train, RunFlags, Recipe, Distribution))
 
 
 def launch_of(flags: Distribution, trains: bool = True) -> Launch:
@@ -356,7 +356,7 @@ def multinode(argv: list[str]) -> int:
     given = argv[end + 1 :]
     own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
     try:
-        flags = Multinode.of(parse("multinode", own, Multinode, Multinode))
+        flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
     except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None

@@ -82,7 +82,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return error
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
-    store.sign_alive()
+    store.report_alive()
     abandon_group()  # over gloo this breaks the connections of ranks that wait: they sign too
     lost, why = store.find_dead_ranks(), textwrap.shorten(why, 120)
     if not lost and not store.unreachable and "nccl" not in text:

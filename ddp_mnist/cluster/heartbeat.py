@@ -11,7 +11,10 @@ from ddp_mnist.cluster.store import Store
 # A rank beats this often, or five times in a shorter --dist-timeout. That is also how long after
 # --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
 BEAT_S = 8.0
-beat_key = "beat/{}".format  # of a rank
+
+
+def beat_key(rank: int) -> str:
+    return f"beat/{rank}"
 
 
 class Heartbeat(threading.Thread):

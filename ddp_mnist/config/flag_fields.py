@@ -1,6 +1,6 @@
 """Flags as fields of frozen dataclasses: their help, legal values and policies.
 
-Those of train are in run.py, recipe.py and distribution.py, those of other verbs in
+Those of train are in train_config.py, recipe.py and distribution.py, those of other verbs in
 verbs/flags.py.
 """
 
@@ -98,7 +98,7 @@ class Flags:
     """
 
     @classmethod
-    def of(cls, typed: Mapping[str, Any]) -> Self:
+    def from_flags(cls, typed: Mapping[str, Any]) -> Self:
         """Return an instance from those values that are its fields, read as if typed."""
         fields = [field for field in flag_fields(cls) if field.name in typed]
         return cls(**{field.name: _read(field, typed[field.name]) for field in fields})

@@ -215,7 +215,7 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
         raise UsageError(f"{typed} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
-    if bound := bound_together(store.place.ranks_here):
+    if bound := bound_together(store.rank_info.local_world_size):
         notes = [*notes, bound]
     warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
     store.barrier()

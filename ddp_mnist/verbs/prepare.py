@@ -8,7 +8,7 @@ from ddp_mnist.verbs.flags import Prepare
 
 def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
-    console, options = Console(True), ImageOptions.of(vars(flags))
+    console, options = Console(True), ImageOptions.from_flags(vars(flags))
     if flags.task:
         from ddp_mnist.task import options_of  # imports torch, which takes a second
 

@@ -93,7 +93,7 @@ def test_words_of_another_form_are_refused_with_the_form(line: str) -> None:
             RunFlags(image_size=word) if "size" in line else Recipe(model=word)
         assert str(refused.value) == line.format(word)
     for word, size in (("64", (64, 64)), ("48x96", (48, 96))):
-        assert ImageOptions.of(vars(RunFlags(image_size=word))).size == size
+        assert ImageOptions.from_flags(vars(RunFlags(image_size=word))).size == size
 
 
 def test_what_may_differ_in_a_resumed_run_and_on_each_rank() -> None:
