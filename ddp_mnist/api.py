@@ -32,8 +32,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import did_you_mean
 from ddp_mnist.train import train as run_training
 from ddp_mnist.training.folder import SUMMARY
 from ddp_mnist.verbs import evaluate as evaluation

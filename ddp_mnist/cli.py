@@ -31,8 +31,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags, add_flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
 from ddp_mnist.system.console import Console, tell, write_stdout
+from ddp_mnist.system.text import did_you_mean, printable
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             tell(line := errors.one_line(failed))
             leave_for_the_launcher(line)
         elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
-            tell(f"ended      {errors.printable(str(failed))}")
+            tell(f"ended      {printable(str(failed))}")
     end_undisturbed()
     try:
         write_stdout()

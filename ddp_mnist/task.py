@@ -16,7 +16,8 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.core.batches import Rows
 from ddp_mnist.core.meter import MEASURED
 from ddp_mnist.core.task import Classification, Loss, Score, Task, balanced
-from ddp_mnist.errors import UsageError, blame, did_you_mean
+from ddp_mnist.errors import UsageError, blame
+from ddp_mnist.system.text import did_you_mean
 
 __all__ = ["Classification", "Task"]  # which a file of --task derives from
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.signals import end_undisturbed
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code, reason
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code
+from ddp_mnist.system.text import reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")

@@ -6,7 +6,7 @@ import socket
 
 import psutil
 
-from ddp_mnist.errors import reason
+from ddp_mnist.system.text import reason
 
 
 def address_towards(host: str, port: int) -> str | None:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import FailedElsewhere, PeerError, joined
+from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import joined
 
 T = TypeVar("T")
 FAILURE = "failure"  # the key of the failure that was reported first

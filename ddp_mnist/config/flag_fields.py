@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, Self
 
-from ddp_mnist.errors import UsageError, did_you_mean, printable
+from ddp_mnist.errors import UsageError
+from ddp_mnist.system.text import did_you_mean, printable
 
 OnResume = Literal[
     "must equal",  # kept; a different value is refused

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.config.mistakes import MISTAKES, check_mistake
 from ddp_mnist.core import recipe as core
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
+from ddp_mnist.system.text import did_you_mean
 
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
 # resnet18 four times as long, so other nets get adamw.

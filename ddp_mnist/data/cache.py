@@ -20,8 +20,9 @@ from ddp_mnist.data.decode_all import decode_all, rows_of
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
+from ddp_mnist.errors import DataError, StorageError, UsageError, blame
 from ddp_mnist.system.locks import take
+from ddp_mnist.system.text import joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 4

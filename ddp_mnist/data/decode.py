@@ -12,7 +12,8 @@ import PIL.ImageOps
 from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
-from ddp_mnist.errors import DataError, reason
+from ddp_mnist.errors import DataError
+from ddp_mnist.system.text import reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"

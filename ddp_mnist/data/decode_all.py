@@ -27,8 +27,9 @@ from ddp_mnist.data.decode import (
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
-from ddp_mnist.errors import DataError, first_of, printable
+from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
+from ddp_mnist.system.text import first_of, printable
 
 Array = np.ndarray
 RowsBySplit = dict[str, Array]  # by split

@@ -16,7 +16,8 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
-from ddp_mnist.errors import DataError, blame, first_of, joined, printable
+from ddp_mnist.errors import DataError, blame
+from ddp_mnist.system.text import first_of, joined, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them; also Train, TrainSet and the like.

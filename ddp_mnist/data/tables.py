@@ -16,8 +16,9 @@ import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_in, number_labels
-from ddp_mnist.errors import DataError, blame, causes, joined, reason
+from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import causes, joined, reason
 
 HUB_TIMEOUT_S = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")  # their values hold passwords

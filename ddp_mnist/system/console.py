@@ -2,16 +2,15 @@
 
 import contextlib
 import functools
-import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Self, TextIO
 
-from ddp_mnist.errors import StorageError, printable, reason
+from ddp_mnist.errors import StorageError
+from ddp_mnist.system.text import printable, reason
 
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
@@ -96,41 +95,6 @@ def coloured(status: str, text: str = "") -> str:
     if os.environ.get("NO_COLOR") or not draws(sys.stdout):
         return text or status
     return f"\x1b[1;{COLOURS[status]}m{text or status}\x1b[0m"
-
-
-def as_json(content: Any, indent: int | None = None) -> str:
-    """Return JSON with readable letters of any script, unless stdout cannot show them all.
-
-    What is not printable is escaped.
-    """
-    in_ascii = "utf" not in (sys.stdout.encoding or "utf").lower()
-    text = json.dumps(finite(content), indent=indent, ensure_ascii=in_ascii)
-    return re.sub(
-        r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
-    )
-
-
-def finite(content: Any) -> Any:
-    """Return what JSON can hold: None for NaN and infinity, which Python would write as such."""
-    match content:
-        case dict():
-            return {key: finite(value) for key, value in content.items()}
-        case list() | tuple():
-            return [finite(value) for value in content]
-        case float() if not math.isfinite(content):
-            return None
-    return content
-
-
-def count(number: int, noun: str) -> str:
-    """Return e.g. 1 process, 2 processes."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
-def named_lines(lines: dict[str, str]) -> str:
-    """Return a line for each name that has a text, as the plan of a run has them."""
-    return "\n".join(f"{name:<10} {text}" for name, text in lines.items() if text)
 
 
 def tell(line: str) -> None:

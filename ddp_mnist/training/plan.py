@@ -13,8 +13,8 @@ from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.core.task import Task
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
-from ddp_mnist.errors import first_of, printable, shown_name
-from ddp_mnist.system.console import Console, count, named_lines
+from ddp_mnist.system.console import Console
+from ddp_mnist.system.text import count, first_of, named_lines, printable, shown_name
 from ddp_mnist.training.folder import FOLDER_KEY
 from ddp_mnist.training.training_run import TrainingRun
 

@@ -15,7 +15,7 @@ from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.system.console import count, named_lines
+from ddp_mnist.system.text import count, named_lines
 from ddp_mnist.training import scores
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.scores import number_text, score_texts

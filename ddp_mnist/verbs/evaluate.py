@@ -27,17 +27,10 @@ from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
-from ddp_mnist.errors import (
-    CheckpointError,
-    DataError,
-    UsageError,
-    blame,
-    joined,
-    printable,
-    shown_name,
-)
+from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system import files
-from ddp_mnist.system.console import Console, as_json, warn
+from ddp_mnist.system.console import Console, warn
+from ddp_mnist.system.text import as_json, joined, printable, shown_name
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.training.result import changed_since

@@ -25,8 +25,8 @@ from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.splits import subset
-from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
-from ddp_mnist.system.console import count
+from ddp_mnist.errors import CheckFailed, DdpMnistError
+from ddp_mnist.system.text import count, reason
 from ddp_mnist.task import make_task
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.set_up import make_net_of
