@@ -2,10 +2,12 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 
 import psutil
 
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.system.text import reason
 
 
@@ -31,6 +33,21 @@ def interface_towards(host: str, port: int) -> str | None:
     """
     own = _plain(address_towards(host, port) or "")
     return next((name for name, address in _interfaces() if address == own), None)
+
+
+def choose_interface(launch: Launch, own: str | None, other: str | None) -> None:
+    """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
+
+    On rank 0's own machine its name may resolve to loopback, so there the interface that leads to
+    another machine is used. `own` is this machine's address towards rank 0's, `other` another's.
+    """
+    assert launch.main_host and launch.main_port
+    is_rank_0s = own is None or is_loopback(own)
+    towards = other if is_rank_0s and other else launch.main_host
+    if interface := interface_towards(towards, launch.main_port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
 
 
 def first_address(interface: str) -> str:

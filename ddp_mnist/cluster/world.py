@@ -22,12 +22,7 @@ from accelerate.utils import is_lomo_available
 
 from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
-from ddp_mnist.cluster.interfaces import (
-    first_address,
-    interface_towards,
-    interfaces_up,
-    is_loopback,
-)
+from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
 from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.cluster.store import Store
@@ -83,14 +78,14 @@ def join_world(
     gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
-            local_rank = launch.local_rank
+            here, local_rank = store.rank_info, launch.local_rank
             if local_rank is None:  # started by hand
-                local_rank = store.rank_info.local_rank
-            threads = set_threads(launch, config.device, store.rank_info.local_world_size)
+                local_rank = here.local_rank
+            threads = set_threads(launch, config.device, here.local_world_size)
             if not launch.is_alone:
                 chosen = {"--backend": config.backend, "--mixed-precision": config.precision}
                 check_same(store, chosen, "what auto chose")
-                choose_interface(launch, store)
+                choose_interface(launch, here.address, here.other_address)
                 form_group(store, config.backend, local_rank, flags.dist_timeout)
             on_gpu = config.device == "cuda"
             export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
@@ -115,7 +110,7 @@ def join_world(
                 **vars(config),
                 accelerator=accelerator,
                 store=store,
-                num_machines=launch.num_machines or store.rank_info.num_machines,
+                num_machines=launch.num_machines or here.num_machines,
                 local_rank=local_rank,
                 threads=threads,
                 start_time=started,
@@ -161,22 +156,6 @@ def export_env(launch: Launch, local_rank: int) -> None:
         MASTER_ADDR=str(launch.main_host),
         MASTER_PORT=str(launch.main_port),
     )
-
-
-def choose_interface(launch: Launch, store: Store) -> None:
-    """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
-
-    On rank 0's own machine its name may resolve to loopback, so there the interface that leads to
-    another machine is used.
-    """
-    assert launch.main_host and launch.main_port
-    towards, own = launch.main_host, store.rank_info.address
-    if own is None or is_loopback(own):
-        towards = store.rank_info.other_address or towards
-    if interface := interface_towards(towards, launch.main_port):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface != "lo":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
 
 
 def address_key(rank: int) -> str:
