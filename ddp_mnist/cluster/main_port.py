@@ -33,7 +33,7 @@ def open_store(launch: Launch, who: str, timeout_s: float) -> dist.TCPStore:
     if serve:
         return serve_store(launch.main_host, launch.main_port, timeout_s)
     where, deadline = (launch.main_host, launch.main_port), time.monotonic() + timeout_s
-    shown = "{}:{}".format(*where)
+    shown = f"{launch.main_host}:{launch.main_port}"
     while True:  # plain sockets first: TCPStore retries in C++, and prints warnings as it does
         left = max(0.1, min(5.0, deadline - time.monotonic()))
         try:

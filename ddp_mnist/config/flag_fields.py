@@ -188,6 +188,7 @@ def add_flags(
             options["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
         else:
             options["metavar"] = words
-            shown = {tuple: ",".join, float: "{:g}".format}.get(kind, str)
-            options["help"] += "" if default in (None, ()) else f" [{shown(default)}]"
+            if default not in (None, ()):
+                shown = ",".join(default) if kind is tuple else default
+                options["help"] += f" [{shown:g}]" if kind is float else f" [{shown}]"
         section.add_argument(flag_name(field), **options)

@@ -151,7 +151,7 @@ class ResolvedRecipe(Recipe):
     """A recipe with every default filled in for one data set and number of processes."""
 
     steps_per_epoch: int
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # never None here; fields of their own would no longer be Recipe's flags
         model: str
         epochs: int
         batch_size: int

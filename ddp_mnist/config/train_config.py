@@ -131,9 +131,10 @@ class TrainConfig:
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
         of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}
         own, unused = ("task", of_classes) if self.recipe.task else ("loss", {"label_smoothing"})
-        for name in self.typed & unused if getattr(self.recipe, own) else ():
-            typed = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
-            raise UsageError("{}: has no part in {}; leave it out".format(*typed))
+        if getattr(self.recipe, own) and (contradicting := sorted(self.typed & unused)):
+            name = contradicting[0]
+            typed, other = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
+            raise UsageError(f"{typed}: has no part in {other}; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
