@@ -98,7 +98,8 @@ def choose_device(
 def has_native_bf16(device: str) -> bool:
     """Return whether the device supports bfloat16 natively; emulated, it is slower than float32.
 
-    GPUs do from Ampere on; every GPU of this machine must. On a CPU, torch uses oneDNN for it,
+    GPUs do from Ampere on; every GPU of this machine must, and torch.cuda.is_bf16_supported answers
+    for one. On a CPU, torch uses oneDNN for it,
     which its wheels for macOS lack.
     """
     if device == "cuda":

@@ -184,10 +184,11 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
             f" pixels: with --test-size {share:.3g} each stays there as the folder grows",
         )
     rows.setdefault("train", np.arange(0))
+    found["caveats"] = found.pop("careful")
     if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
         shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
         fix = "add images" if share is None else "add images, or give a larger --test-size"
-        found["careful"].append(f"the test has no image of {shown}: {fix}")
+        found["caveats"].append(f"the test has no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)

@@ -47,7 +47,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         f" {test_rows:,} test images, {about_targets(images, run.task)}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **(by_class(images, recipe.class_weights) if images.classes else {}),
-        "careful": "; ".join(map(printable, images.careful)),
+        "careful": "; ".join(map(printable, images.caveats)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}{compiled}",

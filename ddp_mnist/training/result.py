@@ -64,7 +64,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "dataset": images.describe(),
         "classes": images.classes,
         "images_per_class": images.per_class() if images.classes else {},
-        "notes": [*images.warnings, *images.careful, *images.image_format.notes],
+        "notes": images.notes,
         "metrics": test.scores,
         **test.details,
         **({"confusion": scores.packed(test.details["confusion"])} if images.classes else {}),

@@ -176,7 +176,7 @@ def without_seen(
         return images
     if initial_weights.read_weights(weights.typed)[1]:  # has the names of classes: a run made it
         lost = f"--weights {weights}: without {TRAINED_ON} beside it, this may test on images that"
-        images = images.with_care(f"{lost} it has seen")
+        images = images.with_caveat(f"{lost} it has seen")
     return images
 
 
@@ -275,7 +275,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     if not is_known(recipe.model) and (
         lost := trial.check_state(make, recipe.model, images.image_format.shape)
     ):
-        return replace(run, images=images.with_care(lost))
+        return replace(run, images=images.with_caveat(lost))
     return run
 
 

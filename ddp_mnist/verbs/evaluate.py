@@ -81,7 +81,7 @@ def evaluate_run(
             "split": flags.split,
             "dataset": images.describe(),
             "world_size": accelerator.num_processes,
-            "notes": [*images.warnings, *images.careful, *images.image_format.notes],
+            "notes": images.notes,
             "classes": images.classes,
             "inject": config["inject"],
             "loss_function": config["task"] or loss or scores.CROSS_ENTROPY,

@@ -15,7 +15,7 @@ def run(flags: Prepare) -> None:
         options = options_of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
-    for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:
+    for note in [*notes, *images.notes]:
         console.print(note)
     train, test = len(images.rows["train"]), len(images.rows["test"])
     of = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
