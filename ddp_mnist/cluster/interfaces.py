@@ -85,15 +85,15 @@ def interfaces_up() -> dict[str, str]:
     return {n: a for n, a in found if n.partition(":")[0] in up and not is_loopback(a)}
 
 
-def why_port_is_taken(port: int) -> str:
-    """Return why no server can listen at `port` of this machine; "" if one can."""
+def why_port_is_taken(port: int) -> str | None:
+    """Return why no server can listen at `port` of this machine; None if one can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             return reason(error)
-    return ""
+    return None
 
 
 def _interfaces() -> list[tuple[str, str]]:
