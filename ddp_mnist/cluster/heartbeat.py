@@ -13,10 +13,6 @@ from ddp_mnist.cluster.store import Store
 BEAT_S = 8.0
 
 
-def beat_key(rank: int) -> str:
-    return f"beat/{rank}"
-
-
 class Heartbeat(threading.Thread):
     """A thread that increments a key of this rank, and reports whose key no longer changes.
 
@@ -43,7 +39,7 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """Show that this rank is alive."""
         self.count += 1
-        self.c10d.set(beat_key(self.store.rank), str(self.count))
+        self.c10d.set(f"beat/{self.store.rank}", str(self.count))
 
     def run(self) -> None:
         """Beat and watch the others, until this rank leaves the store or another one is lost."""
@@ -53,7 +49,7 @@ class Heartbeat(threading.Thread):
         with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
             while not store.left.wait(self.every_s):
                 self.beat()
-                beats = self.c10d.multi_get([beat_key(rank) for rank in watched])
+                beats = self.c10d.multi_get([f"beat/{rank}" for rank in watched])
                 for rank, beat in zip(watched, beats, strict=True):
                     missed[rank] = missed[rank] + 1 if seen.get(rank) == beat else 0
                     seen[rank] = beat

@@ -60,20 +60,14 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def addresses_of(host: str) -> list[str]:
-    """Return the addresses of `host`, sorted. Raise OSError or UnicodeError if it has none."""
-    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    return sorted({_plain(str(place[0])) for *_, place in found})
-
-
 def is_ipv4(host: str) -> bool:
     """Return whether every machine reaches `host` by IPv4, as far as this one can tell.
 
     Its own name may stand for 127.0.1.1 here, as on Debian, and for other addresses elsewhere.
     """
     with contextlib.suppress(OSError, UnicodeError):
-        found = addresses_of(host)
-        return ":" not in "".join(found) and "127.0.1.1" not in found
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return all(k == socket.AF_INET and ip[0] != "127.0.1.1" for k, *_, ip in found)
     return False
 
 

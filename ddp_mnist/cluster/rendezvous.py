@@ -52,11 +52,6 @@ def request_key(rank: int) -> str:
     return f"join/{rank}"
 
 
-def rank_info_key(rank: int) -> str:
-    """Return the key at which rank 0 tells a rank its RankInfo, with the token of its request."""
-    return f"rank_info/{rank}"
-
-
 def join_store(launch: Launch, timeout_s: float, patience_s: float | None = None) -> Store:
     """Return the store once all processes (or machines) have joined it.
 
@@ -68,9 +63,8 @@ def join_store(launch: Launch, timeout_s: float, patience_s: float | None = None
     rank, size = launch.rank, launch.world_size
     if launch.is_alone:
         here = host_id()
-        return Store(
-            dist.HashStore(), 0, 1, hosts=[here], rank_info=RankInfo(main_host=name_of(here))
-        )
+        alone = RankInfo(main_host=name_of(here))
+        return Store(dist.HashStore(), 0, 1, hosts=[here], rank_info=alone)
     host, port = launch.main_host, launch.main_port
     assert host and port
     unit = "machine" if launch.launcher == "machine" else "process"
@@ -180,7 +174,7 @@ class Round:
             self._wait_for(RESULT, self.deadline + GRACE_S)
         if not store.broadcast_from_rank0(NAME_OF_RESULT, lambda: True):
             return False
-        token, rank_info = json.loads(store.call("get", rank_info_key(store.rank)))
+        token, rank_info = json.loads(store.call("get", f"rank_info/{store.rank}"))
         if token != self.request.token:
             self._refuse_second()
             return False  # it came too late to replace a dead process
@@ -196,7 +190,7 @@ class Round:
         store.hosts = [request.host for request in requests]
         pairs = zip(requests, _rank_infos(requests), strict=True)
         answers = [json.dumps([request.token, rank_info]) for request, rank_info in pairs]
-        store.call("multi_set", [rank_info_key(rank) for rank in ranks], answers)
+        store.call("multi_set", [f"rank_info/{rank}" for rank in ranks], answers)
 
     def _wait_for(self, key: str, deadline: float) -> None:
         """Return once `key` is written.

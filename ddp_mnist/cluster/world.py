@@ -158,11 +158,6 @@ def export_env(launch: Launch, local_rank: int) -> None:
     )
 
 
-def address_key(rank: int) -> str:
-    """Return the key of the address and interface at which others reach a rank."""
-    return f"address/{rank}"
-
-
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
     """Open the connections between the ranks, all of which have joined.
 
@@ -175,7 +170,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
-    store.set(address_key(store.rank), f"{first_address(interface)} ({interface or 'not set'})")
+    store.set(f"address/{store.rank}", f"{first_address(interface)} ({interface or 'not set'})")
     connect = functools.partial(
         dist.init_process_group,
         backend,
@@ -196,7 +191,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
         addresses = (
-            f"rank {rank} is at {store.read(address_key(rank))}" for rank in (0, store.rank or 1)
+            f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in (0, store.rank or 1)
         )
         raise PeerError(
             f"{store.world_size} processes met, but rank {store.rank} could not connect to all"

@@ -38,7 +38,6 @@ def flag(
     *,
     choices: Iterable[str] = (),  # the legal words
     metavar: str = "",
-    positional: bool = False,  # whether it is typed without --FLAG
     on_resume: OnResume = "must equal",  # used for RunFlags and Recipe only
     per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
@@ -46,8 +45,8 @@ def flag(
     """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
-    typed = {"help": help, "choices": choices, "metavar": metavar, "positional": positional}
-    policies = {"bounds": bounds, "on_resume": on_resume, "per_rank": per_rank}
+    typed = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
+    policies = {"on_resume": on_resume, "per_rank": per_rank}
     return dataclasses.field(default=default, metadata=typed | policies)
 
 
@@ -57,7 +56,11 @@ not_kept = partial(flag, on_resume="not kept")
 
 def argument(metavar: str, help: str) -> Any:
     """Return a dataclass field that is a required argument without a flag."""
-    return flag(dataclasses.MISSING, help, metavar=metavar, positional=True)
+    return flag(dataclasses.MISSING, help, metavar=metavar)
+
+
+def is_argument(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
 
 
 def flag_fields(group: "Flags | type[Flags]", *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
@@ -164,7 +167,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = "is empty; give a value or leave it out"
     else:
         return
-    typed = "" if field.metadata["positional"] else f"{flag_name(field)} "
+    typed = "" if is_argument(field) else f"{flag_name(field)} "
     raise UsageError(f"{typed}{str(value)[:60] or repr('')}: {problem}")
 
 
@@ -180,7 +183,7 @@ def add_flags(
         words = "{" + ",".join(about["choices"]) + "}" if about["choices"] else ""
         words = about["metavar"] or words or {int: "N", float: "X"}.get(kind, "TEXT")
         options = {"help": about["help"], "default": argparse.SUPPRESS}
-        if about["positional"]:
+        if is_argument(field):
             count = "+" if kind is tuple else None
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue

@@ -117,16 +117,14 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
     try:
         about = dict(json.loads((path / ABOUT).read_text("utf-8")))
         outside = about.pop("outside")
-        same = outside == source.facts_outside(name for name, *_ in outside)
-        now = (CACHE_FORMAT, source.fingerprint)
-        if not same or (about.pop("format"), about.pop("fingerprint")) != now:
+        now = CACHE_FORMAT, source.fingerprint, source.facts_outside(name for name, *_ in outside)
+        if (about.pop("format"), about.pop("fingerprint"), outside) != now:
             return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
         # to torch, which warns of anything else; a write would stay in this process.
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
-        of_source = {"name": source.name, "source": f"{source.kind}:{source.place}"}
-        more = {"files": path / FILES, "warnings": [*source.warnings]}
-        return about | arrays | of_source | more
+        about |= {"name": source.name, "source": f"{source.kind}:{source.place}"}
+        return about | arrays | {"files": path / FILES, "warnings": [*source.warnings]}
     except (OSError, EOFError, KeyError, TypeError, ValueError):
         return None
 
@@ -174,8 +172,8 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
         found["notes"].append("there is no test split, so all images count")
     elif "test" not in rows:
         train, where = rows["train"], f"--dataset {source.typed}"
-        share = held_out.share_for_test(options.test_size, len(train), where)
-        held = train[held_out.draw_test(keys[train], labels[train], share, where)]
+        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, where)
+        held, share = train[drawn[0]], drawn[1]
         rows = {"train": np.setdiff1d(train, held), "test": held}
         found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
         found["notes"].insert(

@@ -24,29 +24,25 @@ def key_of(pixels: np.ndarray) -> int:
     return int.from_bytes(found.digest(), "big")
 
 
-def share_for_test(asked: float | None, rows: int, where: str) -> float:
-    """Return the share of images to hold out, if `asked` is a share, a number or None: a fifth.
+def draw_test(
+    keys: np.ndarray, labels: np.ndarray, asked: float | None, where: str
+) -> tuple[np.ndarray, float]:
+    """Return the images, in order, that are the test, and their share.
 
-    Raise UsageError if there are not so many images.
+    `asked` is a share, a number or None: a fifth. Raise UsageError if there are not so many images,
+    DataError if none can be held out.
     """
-    if asked is None or asked < 1:
-        return asked or FIFTH
-    if asked >= rows:
-        fix = f"give fewer, or a share such as {FIFTH}"
-        raise UsageError(f"--test-size {asked:g}: {where} has {rows:,} images; {fix}")
-    return asked / rows
-
-
-def draw_test(keys: np.ndarray, labels: np.ndarray, share: float, where: str) -> np.ndarray:
-    """Return the images, in order, that are the test; the others are to train on.
-
-    Raise DataError if there are none.
-    """
+    share = FIFTH if asked is None else asked
+    if share >= 1:
+        if share >= len(keys):
+            fix = f"give fewer, or a share such as {FIFTH}"
+            raise UsageError(f"--test-size {asked:g}: {where} has {len(keys):,} images; {fix}")
+        share /= len(keys)
     held = draw_by_share(keys, labels, share)
     if not held.size:
         fault = "no image can be held out for the test, as each class has only one"
         raise DataError(f"{where}: {fault} (copies count as one); add more")
-    return held
+    return held, share
 
 
 def validation_rows(
