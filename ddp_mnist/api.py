@@ -32,8 +32,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import did_you_mean
 from ddp_mnist.train import train as run_training
 from ddp_mnist.training.folder import SUMMARY
 from ddp_mnist.verbs import evaluate as evaluation
@@ -49,7 +50,7 @@ def train(**flags: Any) -> dict[str, Any]:
     functions from a file, which Python imports once in a process. If `resume` names a finished run,
     return its summary.
     """
-    config = TrainConfig.of(_checked(flags, RunFlags, Recipe, Distribution))
+    config = TrainConfig.from_flags(_checked(flags, RunFlags, Recipe, Distribution))
     with _process_as_found():
         summary = run_training(config, find_launch(config.distribution), make_mistake)
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
@@ -61,7 +62,7 @@ def train(**flags: Any) -> dict[str, Any]:
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
     given = _checked({"run": run, **flags}, Evaluate, Distribution)
-    options, distribution = Evaluate.of(given), Distribution.of(given)
+    options, distribution = Evaluate.from_flags(given), Distribution.from_flags(given)
     launch = find_launch(distribution, trains=False)
     with _process_as_found():
         return evaluation.evaluate_run(options, distribution, launch)
@@ -79,7 +80,7 @@ def predict(
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")
-    options = Predict.of(_checked({"run": run, "images": files, **flags}, Predict))
+    options = Predict.from_flags(_checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
     with torch.random.fork_rng(()):  # a user's net draws its weights on the CPU

@@ -31,8 +31,9 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags, add_flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig, fields_of
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
 from ddp_mnist.system.console import Console, tell, write_stdout
+from ddp_mnist.system.text import did_you_mean, printable
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             tell(line := errors.one_line(failed))
             leave_for_the_launcher(line)
         elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
-            tell(f"ended      {errors.printable(str(failed))}")
+            tell(f"ended      {printable(str(failed))}")
     end_undisturbed()
     try:
         write_stdout()
@@ -300,14 +301,14 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
     own: type[Flags] = getattr(flags, name.capitalize())
     if name not in SHARED:
-        return (own.of(parse(name, argv, own, own)),)
+        return (own.from_flags(parse(name, argv, own, own)),)
     typed = parse(name, argv, own, own, Distribution)
-    return own.of(typed), Distribution.of(SHARED[name] | typed)
+    return own.from_flags(typed), Distribution.from_flags(SHARED[name] | typed)
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the flags as typed; the preset fills in others."""
-    return TrainConfig.of(parse("train", argv, train, RunFlags, Recipe, Distribution))
+    return TrainConfig.from_flags(parse("train", argv, train, RunFlags, Recipe, Distribution))
 
 
 def launch_of(flags: Distribution, trains: bool = True) -> Launch:
@@ -356,7 +357,7 @@ def multinode(argv: list[str]) -> int:
     given = argv[end + 1 :]
     own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
     try:
-        flags = Multinode.of(parse("multinode", own, Multinode, Multinode))
+        flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
     except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None

@@ -7,11 +7,11 @@ library raised, its own words and where the whole traceback lies.
 import contextlib
 import errno
 import os
-import re
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
+
+from ddp_mnist.system.text import causes, printable, reason
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no write there can succeed
 LACKING = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a disk does not have this service
@@ -146,59 +146,3 @@ def one_line(error: DdpMnistError) -> str:
     if error.traceback_file:
         where = f"; the traceback is in {error.traceback_file}"
     return f"ddp-mnist: error: {printable(str(error) + where)} (code {error.code})"
-
-
-def printable(text: str) -> str:
-    """Return one line without terminal control characters, which file names may contain."""
-    words = " ".join(text.split())
-    return "".join(character if character.isprintable() else "?" for character in words)
-
-
-def shown_name(name: str) -> str:
-    """Return a class's name as it is printed: in quotes if it would not be seen whole."""
-    return name if name and printable(name) == name else repr(name)
-
-
-def joined(names: Iterable[str], columns: int) -> str:
-    """Return the names with commas between them, cut to so many columns by a final `...`."""
-    return textwrap.shorten(", ".join(names), columns, placeholder=" ...")
-
-
-def first_of(names: Sequence[str], most: int) -> list[str]:
-    """Return at most so many of the names, and then `...` if there are more."""
-    return [*names[:most], "..."] if len(names) > most else [*names]
-
-
-def reason(error: BaseException) -> str:
-    """Return, in one short line, why something failed, as the system or a library puts it.
-
-    NCCL's errors begin with their place in the source; their reason, if any, follows `Last error:`
-    or `NCCL Last Error:`.
-    """
-    text = getattr(error, "strerror", None) or str(error)
-    parts = re.split(r"(?:nccl )?last error:", text, flags=re.IGNORECASE)
-    text = next((part.strip() for part in parts[::-1] if part.strip()), type(error).__name__)
-    first, *more = text.splitlines()
-    if first.endswith(":"):  # a heading
-        first = " ".join([first, *more[:1]])
-    return " ".join(first.split())[:200].rstrip("/. ")
-
-
-def did_you_mean(typed: str, legal: Iterable[str]) -> str:
-    """Return e.g. `; did you mean cnn?`, to end an error with; "" if no legal word is similar."""
-    import difflib  # needed only for a wrong word
-
-    near = difflib.get_close_matches(typed.lower(), legal, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then what it was raised from, and so on down to the first cause.
-
-    An error of the system that was being handled is a cause too.
-    """
-    yield error
-    context = None if error.__suppress_context__ else error.__context__
-    cause = error.__cause__ or (context if isinstance(context, OSError) else None)
-    if cause is not None:
-        yield from causes(cause)

@@ -16,7 +16,8 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.core.batches import Rows
 from ddp_mnist.core.meter import MEASURED
 from ddp_mnist.core.task import Classification, Loss, Score, Task, balanced
-from ddp_mnist.errors import UsageError, blame, did_you_mean
+from ddp_mnist.errors import UsageError, blame
+from ddp_mnist.system.text import did_you_mean
 
 __all__ = ["Classification", "Task"]  # which a file of --task derives from
 
@@ -88,7 +89,7 @@ def find_loss(name: str | None) -> Loss | None:
 def options_of(flags: Mapping[str, Any]) -> ImageOptions:
     """Return how to read the images, by a run's flags: a task of your own names its columns."""
     columns = find_task(flags["task"]).columns if flags["task"] else ()
-    return replace(ImageOptions.of(flags), columns=columns)
+    return replace(ImageOptions.from_flags(flags), columns=columns)
 
 
 # --- --metrics

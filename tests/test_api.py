@@ -100,10 +100,10 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 def test_a_class_and_a_function_are_what_would_be_typed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe.of({"model": nn.Identity, "metrics": [refused, "f1"]})
+    recipe = Recipe.from_flags({"model": nn.Identity, "metrics": [refused, "f1"]})
     assert recipe.model == "torch.nn.modules.linear:Identity"
     assert recipe.metrics == ("tests.test_api:refused", "f1")
-    assert RunFlags.of({"image_size": 64, "dataset": here}) == RunFlags(str(here), "64")
+    assert RunFlags.from_flags({"image_size": 64, "dataset": here}) == RunFlags(str(here), "64")
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
     monkeypatch.setattr(refused, "__module__", "__main__")

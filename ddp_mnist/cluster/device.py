@@ -16,7 +16,7 @@ from ddp_mnist.system.affinity import cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class DeviceConfig:
     """What the processes of a run compute with."""
 
     device: str  # cuda or cpu
@@ -31,7 +31,9 @@ class Computing:
         return ", ".join([self.compile_options.get("backend", "no"), *options])
 
 
-def decide(flags: Distribution, launch: Launch, full_precision: bool = False) -> Computing:
+def choose_device(
+    flags: Distribution, launch: Launch, full_precision: bool = False
+) -> DeviceConfig:
     """Decide from the flags, which beat the launcher's YAML, and from what this machine has.
 
     With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
@@ -85,7 +87,7 @@ def decide(flags: Distribution, launch: Launch, full_precision: bool = False) ->
         plugin = TorchDynamoPlugin()  # reads the launcher's variables
     if plugin.backend.value != "NO":  # compiles without the flag too
         compile_options = plugin.to_kwargs()
-    return Computing(
+    return DeviceConfig(
         device="cpu" if on_cpu else "cuda",
         backend="none" if launch.is_alone else backend,
         precision=precision,
@@ -96,7 +98,8 @@ def decide(flags: Distribution, launch: Launch, full_precision: bool = False) ->
 def has_native_bf16(device: str) -> bool:
     """Return whether the device supports bfloat16 natively; emulated, it is slower than float32.
 
-    GPUs do from Ampere on; every GPU of this machine must. On a CPU, torch uses oneDNN for it,
+    GPUs do from Ampere on; every GPU of this machine must, and torch.cuda.is_bf16_supported answers
+    for one. On a CPU, torch uses oneDNN for it,
     which its wheels for macOS lack.
     """
     if device == "cuda":

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.signals import end_undisturbed
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code, reason
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code
+from ddp_mnist.system.text import reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
@@ -82,7 +83,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return error
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
-    store.sign_alive()
+    store.report_alive()
     abandon_group()  # over gloo this breaks the connections of ranks that wait: they sign too
     lost, why = store.find_dead_ranks(), textwrap.shorten(why, 120)
     if not lost and not store.unreachable and "nccl" not in text:

@@ -45,15 +45,15 @@ def gpus_shown() -> int:
     return len(list(DEVICES.glob("nvidia[0-9]*")))
 
 
-def unused_gpus() -> str:
+def unused_gpus() -> str | None:
     """Return a sentence if torch cannot use the GPUs that the system lists.
 
-    Return "" if torch can use them, if none exist, or if they are hidden on purpose.
+    None if torch can use them, if there are none, or if they are hidden on purpose.
     """
     import torch
 
     if not gpus_shown() or HIDE_GPUS in os.environ or gpus():
-        return ""
+        return None
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
     return f"{gpus_shown()} in /dev, but torch (built for {built}) sees none"
 

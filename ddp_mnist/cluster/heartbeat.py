@@ -11,7 +11,6 @@ from ddp_mnist.cluster.store import Store
 # A rank beats this often, or five times in a shorter --dist-timeout. That is also how long after
 # --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
 BEAT_S = 8.0
-beat_key = "beat/{}".format  # of a rank
 
 
 class Heartbeat(threading.Thread):
@@ -40,7 +39,7 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """Show that this rank is alive."""
         self.count += 1
-        self.c10d.set(beat_key(self.store.rank), str(self.count))
+        self.c10d.set(f"beat/{self.store.rank}", str(self.count))
 
     def run(self) -> None:
         """Beat and watch the others, until this rank leaves the store or another one is lost."""
@@ -50,7 +49,7 @@ class Heartbeat(threading.Thread):
         with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
             while not store.left.wait(self.every_s):
                 self.beat()
-                beats = self.c10d.multi_get([beat_key(rank) for rank in watched])
+                beats = self.c10d.multi_get([f"beat/{rank}" for rank in watched])
                 for rank, beat in zip(watched, beats, strict=True):
                     missed[rank] = missed[rank] + 1 if seen.get(rank) == beat else 0
                     seen[rank] = beat

@@ -2,11 +2,13 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 
 import psutil
 
-from ddp_mnist.errors import reason
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.system.text import reason
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -33,6 +35,21 @@ def interface_towards(host: str, port: int) -> str | None:
     return next((name for name, address in _interfaces() if address == own), None)
 
 
+def choose_interface(launch: Launch, own: str | None, other: str | None) -> None:
+    """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
+
+    On rank 0's own machine its name may resolve to loopback, so there the interface that leads to
+    another machine is used. `own` is this machine's address towards rank 0's, `other` another's.
+    """
+    assert launch.main_host and launch.main_port
+    is_rank_0s = own is None or is_loopback(own)
+    towards = other if is_rank_0s and other else launch.main_host
+    if interface := interface_towards(towards, launch.main_port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
+
+
 def first_address(interface: str) -> str:
     """Return the address that gloo takes of an interface, its first; "no address" without one."""
     return next((address for name, address in _interfaces() if name == interface), "no address")
@@ -43,20 +60,14 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def addresses_of(host: str) -> list[str]:
-    """Return the addresses of `host`, sorted. Raise OSError or UnicodeError if it has none."""
-    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    return sorted({_plain(str(place[0])) for *_, place in found})
-
-
 def is_ipv4(host: str) -> bool:
     """Return whether every machine reaches `host` by IPv4, as far as this one can tell.
 
     Its own name may stand for 127.0.1.1 here, as on Debian, and for other addresses elsewhere.
     """
     with contextlib.suppress(OSError, UnicodeError):
-        found = addresses_of(host)
-        return ":" not in "".join(found) and "127.0.1.1" not in found
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return all(k == socket.AF_INET and ip[0] != "127.0.1.1" for k, *_, ip in found)
     return False
 
 
@@ -68,15 +79,15 @@ def interfaces_up() -> dict[str, str]:
     return {n: a for n, a in found if n.partition(":")[0] in up and not is_loopback(a)}
 
 
-def why_port_is_taken(port: int) -> str:
-    """Return why no server can listen at `port` of this machine; "" if one can."""
+def why_port_is_taken(port: int) -> str | None:
+    """Return why no server can listen at `port` of this machine; None if one can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             return reason(error)
-    return ""
+    return None
 
 
 def _interfaces() -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 
 # The variables that give each field of Launch; the first that is set counts.
-OF_TORCHRUN = {
+TORCHRUN_VARIABLES = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
     "local_rank": "LOCAL_RANK",
@@ -29,7 +29,7 @@ OF_TORCHRUN = {
     "num_machines": "GROUP_WORLD_SIZE",
     "main_port": "MASTER_PORT",
 }
-OF_SLURM = {
+SLURM_VARIABLES = {
     "rank": "SLURM_PROCID",
     "world_size": "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
     "local_rank": "SLURM_LOCALID",
@@ -50,7 +50,7 @@ NOT_DDP = (  # set by accelerate launch for other kinds of training than DDP
 # that join later never learn its address (next_rendezvous in dynamic_rendezvous.py).
 CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 # All variables of launchers and batch jobs for their processes, except those on how to compute.
-OF_LAUNCHERS = re.compile(
+LAUNCHER_VARIABLES = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
     "|MASTER)_.+|RANK|WORLD_SIZE"
 )
@@ -115,7 +115,7 @@ def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     They are not members of the batch job or the launcher in which it runs.
     """
-    return {name: value for name, value in env.items() if not OF_LAUNCHERS.fullmatch(name)}
+    return {name: value for name, value in env.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
 
 
 def _from_address(flags: Distribution) -> Launch:
@@ -169,7 +169,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -
                 )
         launcher = "environment" if not by_agent else "accelerate" if by_accelerate else "torchrun"
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host, numbers = env.get("MASTER_ADDR"), _numbers(env, OF_TORCHRUN)
+        host, numbers = env.get("MASTER_ADDR"), _numbers(env, TORCHRUN_VARIABLES)
         return Launch(launcher, main_host=host, agent_store=agent_store, **numbers)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         if (_number(env, name) or 1) > 1 and (trains or is_task_of_srun(env)):
@@ -212,7 +212,7 @@ def _from_slurm(env: Mapping[str, str], size: str) -> Launch:
     # Two jobs on one node need different ports, so the port follows the job id, in the unprivileged
     # range below the kernel's own choices (32768 and up on Linux).
     port = {"main_port": 15000 + (_number(env, "SLURM_JOB_ID") or 0) % 15000}
-    return Launch("slurm", main_host=host, **(port | _numbers(env, OF_SLURM)))
+    return Launch("slurm", main_host=host, **(port | _numbers(env, SLURM_VARIABLES)))
 
 
 def first_slurm_host(nodes: str) -> str:

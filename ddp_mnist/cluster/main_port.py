@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.interfaces import is_ipv4
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
-from ddp_mnist.errors import PeerError, UsageError, reason
+from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import reason
 
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each until the end
 BY_HAND = "is rank 0 running, is the address right, is the port open?"
@@ -32,7 +33,7 @@ def open_store(launch: Launch, who: str, timeout_s: float) -> dist.TCPStore:
     if serve:
         return serve_store(launch.main_host, launch.main_port, timeout_s)
     where, deadline = (launch.main_host, launch.main_port), time.monotonic() + timeout_s
-    shown = "{}:{}".format(*where)
+    shown = f"{launch.main_host}:{launch.main_port}"
     while True:  # plain sockets first: TCPStore retries in C++, and prints warnings as it does
         left = max(0.1, min(5.0, deadline - time.monotonic()))
         try:

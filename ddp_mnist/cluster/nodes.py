@@ -1,7 +1,7 @@
-"""One machine of a run over several: its settings, and how the machines meet beforehand.
+"""One machine of a run over several: its settings, and how the machines find each other beforehand.
 
 A bare launcher waits 15 minutes for a missing machine and then does not say which one. So the
-machines meet first, with a deadline; then each starts `accelerate launch`.
+machines join a store first, with a deadline; then each starts `accelerate launch`.
 """
 
 import sys
@@ -41,16 +41,16 @@ class Node:
         ]
 
 
-def meet_machines(node: Node, timeout_s: float) -> None:
+def join_machines(node: Node, timeout_s: float) -> None:
     """Return on every machine once all have joined and agree on their numbers.
 
-    Raise UsageError if the numbers differ; otherwise raise as `rendezvous.meet` does.
+    Raise UsageError if the numbers differ; otherwise raise as `rendezvous.join_store` does.
     """
     from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal can do without
 
     host, port = node.main_process_ip, node.main_process_port
     launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
-    store = rendezvous.meet(launch, timeout_s)
+    store = rendezvous.join_store(launch, timeout_s)
     numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
     try:
         rendezvous.check_same(store, numbers)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import FailedElsewhere, PeerError, joined
+from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import joined
 
 T = TypeVar("T")
 FAILURE = "failure"  # the key of the failure that was reported first
-ALIVE = "alive"  # the roll of those that have answered
-FAILED = "failed"  # the value of a point that will never be reached
-point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
+ALIVE = "alive"  # the key of the ranks that have answered
+FAILED = "failed"  # the value of a sync point that will never be reached
 LEAVING_S = 5.0
 CANCEL_S = 5.0  # for a wait that has timed out to return
 SEARCH_S = 6.0  # the longest search for dead ranks
@@ -50,27 +50,38 @@ def name_of(host: str) -> str:
     return host.partition("/")[0]
 
 
-class Place(NamedTuple):
-    """The place of one rank among all."""
+def sync_key(number: int) -> str:
+    """Return the key of a sync point, see Store."""
+    return f"sync/{number}"
 
-    index_here: int = 0  # among the ranks of its machine
-    ranks_here: int = 1
+
+def arrived_key(number: int) -> str:
+    """Return the key of the ranks that have arrived at a barrier, see Store."""
+    return f"arrived/{number}"
+
+
+class RankInfo(NamedTuple):
+    """Where one rank runs among all."""
+
+    local_rank: int = 0  # among the ranks of its machine
+    local_world_size: int = 1
     num_machines: int = 1
     main_host: str = ""  # rank 0's name
     address: str | None = None  # of its machine, towards rank 0's
-    elsewhere: str | None = None  # the address of another machine
+    other_address: str | None = None  # the address of another machine
 
 
 @dataclass(eq=False)
 class Store:
     """The key-value store that all ranks share.
 
-    What a call costs does not depend on the number of ranks. All ranks pass the same points
-    (barriers and broadcasts) in the same order, and count them, so each knows the key of the next:
+    What a call costs does not depend on the number of ranks. All ranks pass the same sync
+    points (barriers and broadcasts) in the same order, and count them, so each knows the key of the
+    next:
 
-        point/N            once it is reached: by a barrier's last rank, or by rank 0, whose
+        sync/N             once it is reached: by a barrier's last rank, or by rank 0, whose
                            broadcast is the value; the others wait for it
-        arrived/N          the roll of the ranks that have reached barrier N
+        arrived/N          the ranks that have arrived at barrier N
         value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
@@ -82,13 +93,15 @@ class Store:
     world_size: int
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
-    hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
-    place: Place = field(default_factory=Place)  # of this rank, once all have met
+    hosts: list[str] = field(
+        default_factory=list
+    )  # on rank 0 each rank's `host_id`, once all joined
+    rank_info: RankInfo = field(default_factory=RankInfo)  # of this rank, once all have joined
     lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts afresh
     left: threading.Event = field(default_factory=threading.Event)  # set once this rank has left
-    heartbeat: threading.Thread | None = None  # runs from the meeting until this rank leaves
-    points: int = 0  # that this rank has passed, or waits for
+    heartbeat: threading.Thread | None = None  # runs from the rendezvous until this rank leaves
+    sync_points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 
     def host(self, rank: int) -> str:
@@ -152,21 +165,21 @@ class Store:
             return True
         return False
 
-    def sign(self, roll: str) -> None:
-        """Sign a roll: add this rank to it."""
-        self.call("append", roll, f"{self.rank} ")
+    def add_rank(self, key: str) -> None:
+        """Append this rank to the ranks at `key`."""
+        self.call("append", key, f"{self.rank} ")
 
-    def absent(self, roll: str) -> list[int]:
-        """Return the ranks that have not yet signed the roll; this one has."""
-        signed = set(self.call("get", roll).split())
-        return [rank for rank in range(self.world_size) if b"%d" % rank not in signed]
+    def missing_ranks(self, key: str) -> list[int]:
+        """Return the ranks that are not yet among those at `key`; this one is."""
+        there = set(self.call("get", key).split())
+        return [rank for rank in range(self.world_size) if b"%d" % rank not in there]
 
     def broadcast_from_rank0(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return, on every rank, the result of `decide` on rank 0, however long it takes.
 
         Raise as `raise_if_failed` does.
         """
-        key = point_key(self.points)
+        key = sync_key(self.sync_points)
         if self.rank == 0:
             found = self.call("compare_set", key, "", json.dumps([name, decide()]))
         else:
@@ -176,7 +189,7 @@ class Store:
         sent, self.received[name] = json.loads(found)
         if sent != name:
             raise AssertionError(f"rank {self.rank} is at {name!r}, rank 0 at {sent!r}")
-        self.points += 1
+        self.sync_points += 1
         return self.received[name]
 
     def decide_for_all(
@@ -189,11 +202,11 @@ class Store:
         # A name, and so its keys, may be used again: rank 0 has read them before it decides.
         keys = [f"value/{name}/{rank}" for rank in range(self.world_size)]
         self.set(keys[self.rank], mine)
-        self.arrive()
+        self.enter_barrier()
 
         def gather() -> Any:
             if not self._wait_for_all(within_s):
-                late = self.who(self.absent(arrived_key(self.points - 1)))
+                late = self.who(self.missing_ranks(arrived_key(self.sync_points - 1)))
                 raise PeerError(
                     f"no word of {name} from {late} within {within_s:g} s; see what it says, then"
                     " start again"
@@ -203,21 +216,21 @@ class Store:
         return self.broadcast_from_rank0(name, gather)
 
     def barrier(self) -> None:
-        """Return once every rank has arrived here; raise as `raise_if_failed` does."""
-        self.arrive()
+        """Return once every rank has arrived at it; raise as `raise_if_failed` does."""
+        self.enter_barrier()
         self._wait_for_all()
 
-    def arrive(self) -> None:
+    def enter_barrier(self) -> None:
         """Be counted at the next barrier, without waiting."""
-        roll = arrived_key(self.points)
-        self.sign(roll)
-        if not self.absent(roll):
-            self.call("compare_set", point_key(self.points), "", "all arrived")
-        self.points += 1
+        arrived = arrived_key(self.sync_points)
+        self.add_rank(arrived)
+        if not self.missing_ranks(arrived):
+            self.call("compare_set", sync_key(self.sync_points), "", "all arrived")
+        self.sync_points += 1
 
     def _wait_for_all(self, within_s: float = math.inf) -> bool:
         """Return whether every rank arrived at this rank's last barrier within that time."""
-        key = point_key(self.points - 1)
+        key = sync_key(self.sync_points - 1)
         if not self.wait(key, within_s):
             return False
         self._raise_if(self.call("get", key))
@@ -230,11 +243,11 @@ class Store:
             raise RuntimeError("the connection to the main address is gone")
 
     def end_waits(self) -> None:
-        """Write FAILED to the keys that others may wait for: the next point's, or the verdict's."""
-        number = max(0, self.points - 1)
-        while self.call("compare_set", point_key(number), "", FAILED) != FAILED.encode():
+        """Write FAILED to the keys that others may wait for: those of the next two sync points."""
+        number = max(0, self.sync_points - 1)
+        while self.call("compare_set", sync_key(number), "", FAILED) != FAILED.encode():
             number += 1
-        self.call("compare_set", point_key(number + 1), "", FAILED)
+        self.call("compare_set", sync_key(number + 1), "", FAILED)
 
     def close(self) -> None:
         """Leave once every rank is done; the rank that serves the store leaves last."""
@@ -289,10 +302,10 @@ class Store:
             f" then start the run again{more}"
         )
 
-    def sign_alive(self) -> None:
+    def report_alive(self) -> None:
         """Tell those who search for dead ranks that this one is not."""
         with contextlib.suppress(RuntimeError):
-            self.sign(ALIVE)
+            self.add_rank(ALIVE)
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
         """Return the ranks that do not answer after a connection broke.
@@ -302,7 +315,7 @@ class Store:
         a failure, which names the lost ranks.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
-        self.sign_alive()
+        self.report_alive()
         deadline = time.monotonic() + SEARCH_S
         before, silent = None, list[int]()
         try:
@@ -310,7 +323,7 @@ class Store:
                 if self.wait(FAILURE, patience_s / 2):
                     silent = json.loads(self.call("get", FAILURE))["lost"]
                     break
-                before, silent = silent, self.absent(ALIVE)
+                before, silent = silent, self.missing_ranks(ALIVE)
             self.lost = silent
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]

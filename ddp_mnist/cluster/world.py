@@ -20,16 +20,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import is_lomo_available
 
-from ddp_mnist.cluster.device import Computing, decide, gpu_of, set_threads
+from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
-from ddp_mnist.cluster.interfaces import (
-    first_address,
-    interface_towards,
-    interfaces_up,
-    is_loopback,
-)
+from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
 from ddp_mnist.cluster.launch import Launch, die_with_parent
-from ddp_mnist.cluster.rendezvous import check_same, meet
+from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
@@ -41,7 +36,7 @@ SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accele
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(Computing):
+class World(DeviceConfig):
     """This process's view of all processes."""
 
     accelerator: Accelerator  # prepared for this device, precision and world size
@@ -70,37 +65,37 @@ def join_world(
     *,
     full_precision: bool = False,
 ) -> Iterator[World]:
-    """Meet the other processes, yield the World, and shut it down cleanly however the block ends.
+    """Join the other processes, yield the World, and shut it down cleanly however the block ends.
 
-    Raise as `decide` does, which explains `full_precision`; PeerError if another process did not
-    join, was lost or did not answer in time, FailedElsewhere if another rank failed first.
+    Raise as `choose_device` does, which explains `full_precision`; PeerError if another process did
+    not join, was lost or did not answer in time, FailedElsewhere if another rank failed first.
     """
     started = time.monotonic()
-    computing = decide(flags, launch, full_precision)
+    config = choose_device(flags, launch, full_precision)
     if launch.child_of_launcher:
         die_with_parent()
-    store = meet(launch, flags.start_timeout or flags.dist_timeout, flags.dist_timeout)
+    store = join_store(launch, flags.start_timeout or flags.dist_timeout, flags.dist_timeout)
     gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
-            local_rank = launch.local_rank
+            here, local_rank = store.rank_info, launch.local_rank
             if local_rank is None:  # started by hand
-                local_rank = store.place.index_here
-            threads = set_threads(launch, computing.device, store.place.ranks_here)
+                local_rank = here.local_rank
+            threads = set_threads(launch, config.device, here.local_world_size)
             if not launch.is_alone:
-                chosen = {"--backend": computing.backend, "--mixed-precision": computing.precision}
+                chosen = {"--backend": config.backend, "--mixed-precision": config.precision}
                 check_same(store, chosen, "what auto chose")
-                choose_interface(launch, store)
-                form_group(store, computing.backend, local_rank, flags.dist_timeout)
-            on_gpu = computing.device == "cuda"
+                choose_interface(launch, here.address, here.other_address)
+                form_group(store, config.backend, local_rank, flags.dist_timeout)
+            on_gpu = config.device == "cuda"
             export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
             # Its optimizer looks for a package on disk twice in each step: half a millisecond, and
             # more if all ranks of a cluster search a network disk at once. Once is enough.
             accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
             accelerator = make_accelerator(
                 not on_gpu,
-                "no" if computing.precision == "fp64" else computing.precision,
-                None if computing.backend == "none" else computing.backend,
+                "no" if config.precision == "fp64" else config.precision,
+                None if config.backend == "none" else config.backend,
                 flags.comm_hook,
             )
             if not launch.is_alone:
@@ -112,10 +107,10 @@ def join_world(
                     f" use {launch_configs.as_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
-                **vars(computing),
+                **vars(config),
                 accelerator=accelerator,
                 store=store,
-                num_machines=launch.num_machines or store.place.num_machines,
+                num_machines=launch.num_machines or here.num_machines,
                 local_rank=local_rank,
                 threads=threads,
                 start_time=started,
@@ -163,25 +158,6 @@ def export_env(launch: Launch, local_rank: int) -> None:
     )
 
 
-def choose_interface(launch: Launch, store: Store) -> None:
-    """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
-
-    On rank 0's own machine its name may resolve to loopback, so there the interface that leads to
-    another machine is used.
-    """
-    assert launch.main_host and launch.main_port
-    towards, own = launch.main_host, store.place.address
-    if own is None or is_loopback(own):
-        towards = store.place.elsewhere or towards
-    if interface := interface_towards(towards, launch.main_port):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface != "lo":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
-
-
-offer_key = "offer/{}".format  # of a rank: the address and interface at which others reach it
-
-
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
     """Open the connections between the ranks, all of which have joined.
 
@@ -194,7 +170,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
-    store.set(offer_key(store.rank), f"{first_address(interface)} ({interface or 'not set'})")
+    store.set(f"address/{store.rank}", f"{first_address(interface)} ({interface or 'not set'})")
     connect = functools.partial(
         dist.init_process_group,
         backend,
@@ -214,11 +190,11 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             ) from error
         if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
-        offers = (
-            f"rank {rank} is at {store.read(offer_key(rank))}" for rank in (0, store.rank or 1)
+        addresses = (
+            f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in (0, store.rank or 1)
         )
         raise PeerError(
             f"{store.world_size} processes met, but rank {store.rank} could not connect to all"
-            f" others within {timeout_s:g} s ({', '.join(offers)}); open all TCP ports between the"
-            f" machines, or set {variable} to the interface that leads there"
+            f" others within {timeout_s:g} s ({', '.join(addresses)}); open all TCP ports between"
+            f" the machines, or set {variable} to the interface that leads there"
         ) from error

@@ -1,6 +1,6 @@
 """Flags as fields of frozen dataclasses: their help, legal values and policies.
 
-Those of train are in run.py, recipe.py and distribution.py, those of other verbs in
+Those of train are in train_config.py, recipe.py and distribution.py, those of other verbs in
 verbs/flags.py.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, Self
 
-from ddp_mnist.errors import UsageError, did_you_mean, printable
+from ddp_mnist.errors import UsageError
+from ddp_mnist.system.text import did_you_mean, printable
 
 OnResume = Literal[
     "must equal",  # kept; a different value is refused
@@ -37,7 +38,6 @@ def flag(
     *,
     choices: Iterable[str] = (),  # the legal words
     metavar: str = "",
-    positional: bool = False,  # whether it is typed without --FLAG
     on_resume: OnResume = "must equal",  # used for RunFlags and Recipe only
     per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
@@ -45,8 +45,8 @@ def flag(
     """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
-    typed = {"help": help, "choices": choices, "metavar": metavar, "positional": positional}
-    policies = {"bounds": bounds, "on_resume": on_resume, "per_rank": per_rank}
+    typed = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
+    policies = {"on_resume": on_resume, "per_rank": per_rank}
     return dataclasses.field(default=default, metadata=typed | policies)
 
 
@@ -56,7 +56,11 @@ not_kept = partial(flag, on_resume="not kept")
 
 def argument(metavar: str, help: str) -> Any:
     """Return a dataclass field that is a required argument without a flag."""
-    return flag(dataclasses.MISSING, help, metavar=metavar, positional=True)
+    return flag(dataclasses.MISSING, help, metavar=metavar)
+
+
+def is_argument(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
 
 
 def flag_fields(group: "Flags | type[Flags]", *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
@@ -98,7 +102,7 @@ class Flags:
     """
 
     @classmethod
-    def of(cls, typed: Mapping[str, Any]) -> Self:
+    def from_flags(cls, typed: Mapping[str, Any]) -> Self:
         """Return an instance from those values that are its fields, read as if typed."""
         fields = [field for field in flag_fields(cls) if field.name in typed]
         return cls(**{field.name: _read(field, typed[field.name]) for field in fields})
@@ -163,7 +167,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = "is empty; give a value or leave it out"
     else:
         return
-    typed = "" if field.metadata["positional"] else f"{flag_name(field)} "
+    typed = "" if is_argument(field) else f"{flag_name(field)} "
     raise UsageError(f"{typed}{str(value)[:60] or repr('')}: {problem}")
 
 
@@ -179,7 +183,7 @@ def add_flags(
         words = "{" + ",".join(about["choices"]) + "}" if about["choices"] else ""
         words = about["metavar"] or words or {int: "N", float: "X"}.get(kind, "TEXT")
         options = {"help": about["help"], "default": argparse.SUPPRESS}
-        if about["positional"]:
+        if is_argument(field):
             count = "+" if kind is tuple else None
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue
@@ -187,6 +191,7 @@ def add_flags(
             options["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
         else:
             options["metavar"] = words
-            shown = {tuple: ",".join, float: "{:g}".format}.get(kind, str)
-            options["help"] += "" if default in (None, ()) else f" [{shown(default)}]"
+            if default not in (None, ()):
+                shown = ",".join(default) if kind is tuple else default
+                options["help"] += f" [{shown:g}]" if kind is float else f" [{shown}]"
         section.add_argument(flag_name(field), **options)

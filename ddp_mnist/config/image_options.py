@@ -1,4 +1,4 @@
-"""How to read images, made from flags by `ImageOptions.of`. Imports no library, for --help."""
+"""How to read images, as flags say it. Imports no library, for --help."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class ImageOptions:
     columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
 
     @classmethod
-    def of(cls, flags: Mapping[str, Any]) -> Self:
+    def from_flags(cls, flags: Mapping[str, Any]) -> Self:
         """Return the flags' values. Raise UsageError for a malformed --image-size."""
         image_size, grey, test_size = flags["image_size"], flags["grey"], flags.get("test_size")
         if image_size is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.config.mistakes import MISTAKES, check_mistake
 from ddp_mnist.core import recipe as core
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError
+from ddp_mnist.system.text import did_you_mean
 
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
 # resnet18 four times as long, so other nets get adamw.
@@ -19,7 +20,7 @@ NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
 
-class Usual(NamedTuple):
+class Defaults(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
     model: str  # one of NETS; a preset with another net names it, and its lr, in `recipe`
@@ -34,23 +35,23 @@ class Preset(NamedTuple):
     """The values behind a --preset; a typed flag beats them."""
 
     recipe: dict[str, Any]  # values of any flags of train, whatever the images are
-    strokes: Usual  # bright on black; chosen on MNIST
-    pictures: Usual  # all other images; chosen on three data sets, see docs/benchmarks.md
+    strokes: Defaults  # bright on black; chosen on MNIST
+    pictures: Defaults  # all other images; chosen on three data sets, see docs/benchmarks.md
 
 
 PRESETS = {
     "fast": Preset(
         {},
-        strokes=Usual("cnn", 1e-2, {7200: (144, 300), 0: (72, 300)}, augment=False),
-        pictures=Usual(
+        strokes=Defaults("cnn", 1e-2, {7200: (144, 300), 0: (72, 300)}, augment=False),
+        pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
         {"val_size": 0},
-        strokes=Usual("cnn_deep", 1.4e-2, {7200: (288, 4000), 0: (144, 4000)}),
-        pictures=Usual(
+        strokes=Defaults("cnn_deep", 1.4e-2, {7200: (288, 4000), 0: (144, 4000)}),
+        pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}, epochs=10
         ),
     ),
@@ -150,7 +151,7 @@ class ResolvedRecipe(Recipe):
     """A recipe with every default filled in for one data set and number of processes."""
 
     steps_per_epoch: int
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # never None here; fields of their own would no longer be Recipe's flags
         model: str
         epochs: int
         batch_size: int
@@ -186,18 +187,21 @@ def resolve_recipe(
     Raise UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
-    usual = preset.pictures if pictures else preset.strokes
-    model = recipe.model or usual.model
+    defaults = preset.pictures if pictures else preset.strokes
+    model = recipe.model or defaults.model
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
-    batch, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
+    batch, steps = next(each for least, each in defaults.batches.items() if train_rows >= least)
     batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch, resumes)
     steps_per_epoch = train_rows // batch_size
-    epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
+    epochs = max(math.ceil(steps / steps_per_epoch), defaults.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
     # With AdamW and our nets' learning rate, resnet18 learns nothing.
-    lr = usual.lr if model in NETS or optimizer == "sgd" else 1e-3
+    lr = defaults.lr if model in NETS or optimizer == "sgd" else 1e-3
+    augment = recipe.augment
+    if augment is None:  # a mirrored or shifted image may have other targets
+        augment = defaults.augment and not recipe.task
     resolved = {
         "model": model,
         "epochs": recipe.epochs or epochs,
@@ -205,8 +209,7 @@ def resolve_recipe(
         "val_size": val_size,
         "optimizer": optimizer,
         "lr": recipe.lr or lr,
-        # A mirrored or shifted image may have other targets.
-        "augment": usual.augment and not recipe.task if recipe.augment is None else recipe.augment,
+        "augment": augment,
         "steps_per_epoch": steps_per_epoch,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)

@@ -71,10 +71,10 @@ class RunFlags(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ImageOptions.of(vars(self))  # raises UsageError for a malformed --image-size
+        ImageOptions.from_flags(vars(self))  # raises UsageError for a malformed --image-size
 
 
-OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution
+TRAINING_FLAGS = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution
 
 
 def fields_of(
@@ -82,9 +82,9 @@ def fields_of(
 ) -> dict[type[Flags], list[Field[Any]]]:
     """Return the flags of a verb with these groups.
 
-    Flags OF_TRAINING belong to a verb with a Recipe; other verbs have only those that `more` names.
+    TRAINING_FLAGS belong to a verb with a Recipe; other verbs have only those that `more` names.
     """
-    omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
+    omitted = () if Recipe in groups else {*TRAINING_FLAGS}.difference(more)
     return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
 
 
@@ -99,14 +99,14 @@ class TrainConfig:
     resumes: bool = False  # the weights are in a checkpoint; set by resume.inherit
 
     @classmethod
-    def of(cls, typed: Mapping[str, Any]) -> Self:
+    def from_flags(cls, typed: Mapping[str, Any]) -> Self:
         """Return the flags as typed; the preset fills in others."""
-        chosen = Recipe.of(typed)
+        chosen = Recipe.from_flags(typed)
         changed = MISTAKES[chosen.inject].recipe if chosen.inject else {}
         unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
         given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
-        groups = RunFlags.of(given), Recipe.of(given), Distribution.of(given)
-        return cls(*groups, typed=frozenset(typed))
+        run, recipe = RunFlags.from_flags(given), Recipe.from_flags(given)
+        return cls(run, recipe, Distribution.from_flags(given), frozenset(typed))
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir
@@ -131,9 +131,10 @@ class TrainConfig:
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
         of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}
         own, unused = ("task", of_classes) if self.recipe.task else ("loss", {"label_smoothing"})
-        for name in self.typed & unused if getattr(self.recipe, own) else ():
-            typed = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
-            raise UsageError("{}: has no part in {}; leave it out".format(*typed))
+        if getattr(self.recipe, own) and (contradicting := sorted(self.typed & unused)):
+            name = contradicting[0]
+            typed, other = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
+            raise UsageError(f"{typed}: has no part in {other}; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from ddp_mnist.data.decode_all import decode_all, rows_of
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError, UsageError, blame, joined, reason
+from ddp_mnist.errors import DataError, StorageError, blame
 from ddp_mnist.system.locks import take
+from ddp_mnist.system.text import joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 4
@@ -30,7 +31,6 @@ ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
 HASH = 8  # hex digits, of the source in a folder's name
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
-FIFTH = 0.2
 Log = Callable[[str], None] | None
 
 
@@ -92,7 +92,7 @@ def load(
         except OSError as error:
             why = f"the cache cannot be written ({reason(error)})"
             raise StorageError(f"{path.parent}: {why}; {MOVE}") from error
-    return _with_splits(found, source, options)
+    return _image_data(found, source, options)
 
 
 def cached(
@@ -101,7 +101,7 @@ def cached(
     """Return the data set if it is in the cache. Raises as `find_source` does."""
     source = find_source(dataset)
     found = _open(_path(source, cache_dir, options), source)
-    return _with_splits(found, source, options) if found else None
+    return _image_data(found, source, options) if found else None
 
 
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
@@ -117,16 +117,14 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
     try:
         about = dict(json.loads((path / ABOUT).read_text("utf-8")))
         outside = about.pop("outside")
-        same = outside == source.facts_outside(name for name, *_ in outside)
-        now = (CACHE_FORMAT, source.fingerprint)
-        if not same or (about.pop("format"), about.pop("fingerprint")) != now:
+        now = CACHE_FORMAT, source.fingerprint, source.facts_outside(name for name, *_ in outside)
+        if (about.pop("format"), about.pop("fingerprint"), outside) != now:
             return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
         # to torch, which warns of anything else; a write would stay in this process.
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
-        of_source = {"name": source.name, "source": f"{source.kind}:{source.place}"}
-        more = {"files": path / FILES, "warnings": [*source.warnings]}
-        return about | arrays | of_source | more
+        about |= {"name": source.name, "source": f"{source.kind}:{source.place}"}
+        return about | arrays | {"files": path / FILES, "warnings": [*source.warnings]}
     except (OSError, EOFError, KeyError, TypeError, ValueError):
         return None
 
@@ -164,22 +162,18 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
+def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
-    where, keys = f"--dataset {source.typed}", found["keys"]
-    labels = held_out.strata(found["targets"])
+    keys, labels = found["keys"], held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
     share: float | None = None
     if "test" not in rows and options.test_size == 0:
         rows["test"], share = rows.pop("train"), 0.0
         found["notes"].append("there is no test split, so all images count")
     elif "test" not in rows:
-        train = rows["train"]
-        share = _test_share(options.test_size, len(train), where)
-        held = train[held_out.draw_by_share(keys[train], labels[train], share)]
-        if not held.size:
-            fault = "no image can be held out for the test, as each class has only one"
-            raise DataError(f"{where}: {fault} (copies count as one); add more")
+        train, where = rows["train"], f"--dataset {source.typed}"
+        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, where)
+        held, share = train[drawn[0]], drawn[1]
         rows = {"train": np.setdiff1d(train, held), "test": held}
         found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
         found["notes"].insert(
@@ -188,24 +182,12 @@ def _with_splits(found: dict[str, Any], source: Source, options: ImageOptions) -
             f" pixels: with --test-size {share:.3g} each stays there as the folder grows",
         )
     rows.setdefault("train", np.arange(0))
+    found["caveats"] = found.pop("careful")
     if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
         shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
         fix = "add images" if share is None else "add images, or give a larger --test-size"
-        found["careful"].append(f"the test has no image of {shown}: {fix}")
+        found["caveats"].append(f"the test has no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
     return ImageData(**found, rows=rows, test_share=share)
-
-
-def _test_share(asked: float | None, rows: int, where: str) -> float:
-    """Return the share of images to hold out, if `asked` is a share, a number or None: a fifth.
-
-    Raise UsageError if there are not so many images.
-    """
-    if asked is None or asked < 1:
-        return asked or FIFTH
-    if asked >= rows:
-        fix = f"give fewer, or a share such as {FIFTH}"
-        raise UsageError(f"--test-size {asked:g}: {where} has {rows:,} images; {fix}")
-    return asked / rows

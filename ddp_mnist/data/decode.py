@@ -12,12 +12,15 @@ import PIL.ImageOps
 from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
-from ddp_mnist.errors import DataError, reason
+from ddp_mnist.errors import DataError
+from ddp_mnist.system.text import reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TURN = PIL.Image.Transpose
-TURNS = {  # the transposition that makes an image upright, by its EXIF orientation
+# The transposition that makes an image upright, by its EXIF orientation: that of Pillow's own
+# exif_transpose, which also writes the EXIF data anew, and so raises for some that are damaged.
+TURNS = {
     2: TURN.FLIP_LEFT_RIGHT,
     3: TURN.ROTATE_180,
     4: TURN.FLIP_TOP_BOTTOM,

@@ -27,8 +27,9 @@ from ddp_mnist.data.decode import (
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
-from ddp_mnist.errors import DataError, first_of, printable
+from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
+from ddp_mnist.system.text import first_of, printable
 
 Array = np.ndarray
 RowsBySplit = dict[str, Array]  # by split
@@ -247,12 +248,12 @@ def warnings_about(
     train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
     if (seen := test[np.isin(keys[test], keys[train])]).size:
         those = f"{len(seen):,} of {len(test):,} test images are in train too"
-        found.append(f"{those}{as_in(listing, seen)}: take them out of one")
+        found.append(f"{those}{first_file(listing, seen)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
     if (twice := order[1:][same]).size:
         found.append(
-            f"{len(twice):,} images lie in two classes{as_in(listing, twice)}: decide on one"
+            f"{len(twice):,} images lie in two classes{first_file(listing, twice)}: decide on one"
         )
     plain = every[is_plain[every]]
     of_class, of_plain = (
@@ -260,11 +261,11 @@ def warnings_about(
     )
     if (of_plain > of_class / 2).any():
         those = f"{len(plain):,} of {len(every):,} images show a single colour"
-        found.append(f"{those}{as_in(listing, plain)}: look at them")
+        found.append(f"{those}{first_file(listing, plain)}: look at them")
     return found
 
 
-def as_in(listing: Listing, numbers: Array) -> str:
+def first_file(listing: Listing, numbers: Array) -> str:
     """Return the first file of these images, as part of a sentence; "" if they have none."""
     file = listing.files.get(int(numbers[0]), "")
     return f", as {printable(file.removeprefix(f'{Path.cwd()}/'))}" if file else ""

@@ -16,7 +16,8 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
-from ddp_mnist.errors import DataError, blame, first_of, joined, printable
+from ddp_mnist.errors import DataError, blame
+from ddp_mnist.system.text import first_of, joined, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them; also Train, TrainSet and the like.
@@ -38,7 +39,7 @@ BESIDE_IMAGES = (  # files that are clearly not images
 )
 JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*)(/|$)")  # what systems leave
 HIDDEN = re.compile(r"(^|/)\.")
-OF_CLASS = "put each image into the folder of its class, of two or more"
+CLASS_FOLDERS = "put each image into the folder of its class, of two or more"
 
 
 def paths_in(folder: Path) -> list[Path]:
@@ -198,7 +199,7 @@ def classes_of(
         is_split = in_splits and split_in(folder) and not any(map(split_in, above))
         if is_split or not folder or image.parts[:-2] != first.parts[:-2]:
             both = first if image is first else f"{first} and {image}"
-            fault = f"{where}: which folder is the class of {both}? {OF_CLASS}"
+            fault = f"{where}: which folder is the class of {both}? {CLASS_FOLDERS}"
             fix = "if that has numbers to learn, give --task MODULE:CLASS"
             raise DataError("; ".join([fault, *unused, *[fix] * bool(unused)]))
     return {image: image.parent.name for image in images}

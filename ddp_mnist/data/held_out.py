@@ -9,6 +9,10 @@ import hashlib
 
 import numpy as np
 
+from ddp_mnist.errors import DataError, UsageError
+
+FIFTH = 0.2
+
 
 def key_of(pixels: np.ndarray) -> int:
     """Return a 64-bit hash of an image's pixels as stored, [H, W] or [H, W, channels].
@@ -18,6 +22,27 @@ def key_of(pixels: np.ndarray) -> int:
     found = hashlib.blake2b(f"{pixels.dtype.str} {pixels.shape}".encode(), digest_size=8)
     found.update(np.ascontiguousarray(pixels).data)
     return int.from_bytes(found.digest(), "big")
+
+
+def draw_test(
+    keys: np.ndarray, labels: np.ndarray, asked: float | None, where: str
+) -> tuple[np.ndarray, float]:
+    """Return the images, in order, that are the test, and their share.
+
+    `asked` is a share, a number or None: a fifth. Raise UsageError if there are not so many images,
+    DataError if none can be held out.
+    """
+    share = FIFTH if asked is None else asked
+    if share >= 1:
+        if share >= len(keys):
+            fix = f"give fewer, or a share such as {FIFTH}"
+            raise UsageError(f"--test-size {asked:g}: {where} has {len(keys):,} images; {fix}")
+        share /= len(keys)
+    held = draw_by_share(keys, labels, share)
+    if not held.size:
+        fault = "no image can be held out for the test, as each class has only one"
+        raise DataError(f"{where}: {fault} (copies count as one); add more")
+    return held, share
 
 
 def validation_rows(
@@ -31,7 +56,7 @@ def validation_rows(
         return np.arange(0)
     if not by_share:
         return draw_exactly(keys, labels, val_size)
-    share = 0.2 if val_size == len(keys) // 5 else val_size / len(keys)
+    share = FIFTH if val_size == len(keys) // 5 else val_size / len(keys)
     # With the halves of a key swapped, bits decide that had no part in the draw of the test.
     return draw_by_share((keys << np.uint64(32)) | (keys >> np.uint64(32)), labels, share)
 

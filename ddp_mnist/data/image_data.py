@@ -32,9 +32,14 @@ class ImageData:
     rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
-    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
+    caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
     left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
+
+    @property
+    def notes(self) -> list[str]:
+        """All that is to be said of the images, one sentence each, what matters most first."""
+        return [*self.warnings, *self.caveats, *self.image_format.notes]
 
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
@@ -52,7 +57,7 @@ class ImageData:
 
         Raise DataError, which begins with `why`, if nothing is left of a split.
         """
-        rows, careful, left_out = dict(self.rows), [*self.careful], list[int]()
+        rows, caveats, left_out = dict(self.rows), [*self.caveats], list[int]()
         for split in ("validation", "test"):
             there = rows.get(split, np.arange(0))
             is_seen = np.isin(self.keys[there], np.asarray(seen, np.uint64))
@@ -60,14 +65,14 @@ class ImageData:
                 those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
                 if is_seen.all():
                     raise DataError(f"{those}; give images that it has not seen, for {split}")
-                careful.append(f"{those}, which are left out")
+                caveats.append(f"{those}, which are left out")
                 left_out += self.keys[there[is_seen]].tolist()
                 rows[split] = there[~is_seen]
-        return dataclasses.replace(self, rows=rows, careful=careful, left_out=left_out)
+        return dataclasses.replace(self, rows=rows, caveats=caveats, left_out=left_out)
 
-    def with_care(self, sentence: str) -> "ImageData":
+    def with_caveat(self, sentence: str) -> "ImageData":
         """Return the data set with one more sentence on what may spoil a result."""
-        return dataclasses.replace(self, careful=[*self.careful, sentence])
+        return dataclasses.replace(self, caveats=[*self.caveats, sentence])
 
     def trained_on(self) -> np.ndarray:
         """Return the distinct keys, sorted, of the train images that are not held out."""

@@ -15,7 +15,8 @@ import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image, why_unread
-from ddp_mnist.errors import DataError, joined, reason, shown_name
+from ddp_mnist.errors import DataError
+from ddp_mnist.system.text import joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test")
 MAX_CLASSES = 1000

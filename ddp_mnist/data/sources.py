@@ -18,6 +18,7 @@ from ddp_mnist.data.built_in import BUILT_IN
 from ddp_mnist.data.folders import is_metadata, list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
+from ddp_mnist.system.text import did_you_mean, printable
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 
@@ -110,11 +111,11 @@ def find_source(dataset: str) -> Source:
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with errors.blame(f"--dataset {dataset}", errors.DataError):
         if dataset and path.is_dir():
-            return Source(errors.printable(path.name), "folder", str(path), dataset)
+            return Source(printable(path.name), "folder", str(path), dataset)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
-    near = errors.did_you_mean(Path(dataset).name, names)
+    near = did_you_mean(Path(dataset).name, names)
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):

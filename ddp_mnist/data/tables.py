@@ -16,8 +16,9 @@ import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_in, number_labels
-from ddp_mnist.errors import DataError, blame, causes, joined, reason
+from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import causes, joined, reason
 
 HUB_TIMEOUT_S = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")  # their values hold passwords
@@ -51,8 +52,8 @@ def list_hub(hub_id: str, where: str, options: ImageOptions) -> Listing:
     return list_table(table, where, options)
 
 
-def why_out_of_reach(hub_id: str) -> str:
-    """Return why the Hub is out of reach, or "". Raise DataError if it lacks the data set."""
+def why_out_of_reach(hub_id: str) -> str | None:
+    """Return why the Hub is out of reach, or None. Raise DataError if it lacks the data set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -68,7 +69,7 @@ def why_out_of_reach(hub_id: str) -> str:
             raise DataError(f"{fault}; {fix}") from error
         by = next((f" through {name}" for name in PROXIES if os.environ.get(name)), "")
         return reason([*causes(error)][-1]) + by  # libraries wrap the system's error
-    return ""
+    return None
 
 
 def list_tables(folder: str, where: str, options: ImageOptions) -> Listing:

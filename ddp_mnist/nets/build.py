@@ -11,7 +11,8 @@ from ddp_mnist.core.nets import MODELS, Shape
 from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import UsageError, blame, did_you_mean
+from ddp_mnist.errors import UsageError, blame
+from ddp_mnist.system.text import did_you_mean
 
 Factory = Callable[[int, Shape], nn.Module]  # of the number of outputs and an image's shape
 # Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights

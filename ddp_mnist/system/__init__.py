@@ -1,1 +1,1 @@
-"""The machine under this process: its console, files and locks, its cores, and deadlines."""
+"""The machine under this process: its console, files and locks, cores, and deadlines; words."""

@@ -16,17 +16,17 @@ def cores() -> int:
     return int(cpu_count())
 
 
-def bound_together(processes_here: int) -> str:
+def bound_together(processes_here: int) -> str | None:
     """Return a sentence if this machine's processes were bound to fewer cores than they are.
 
     A launcher that loads torch, as torchrun does, is bound by OpenMP's variables itself, and its
-    processes inherit that. "" if they were not, or if no such variable is set.
+    processes inherit that. None if they were not, or if no such variable is set.
     """
     if not BINDING or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
+        return None
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) >= processes_here:
-        return ""
+        return None
     name, value = next(iter(BINDING.items()))
     return (
         f"{name}={value}: bound the launcher, and so all {processes_here} processes here, to core"

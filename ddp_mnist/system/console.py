@@ -2,16 +2,15 @@
 
 import contextlib
 import functools
-import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Self, TextIO
 
-from ddp_mnist.errors import StorageError, printable, reason
+from ddp_mnist.errors import StorageError
+from ddp_mnist.system.text import printable, reason
 
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
@@ -98,41 +97,6 @@ def coloured(status: str, text: str = "") -> str:
     return f"\x1b[1;{COLOURS[status]}m{text or status}\x1b[0m"
 
 
-def as_json(content: Any, indent: int | None = None) -> str:
-    """Return JSON with readable letters of any script, unless stdout cannot show them all.
-
-    What is not printable is escaped.
-    """
-    in_ascii = "utf" not in (sys.stdout.encoding or "utf").lower()
-    text = json.dumps(finite(content), indent=indent, ensure_ascii=in_ascii)
-    return re.sub(
-        r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
-    )
-
-
-def finite(content: Any) -> Any:
-    """Return what JSON can hold: None for NaN and infinity, which Python would write as such."""
-    match content:
-        case dict():
-            return {key: finite(value) for key, value in content.items()}
-        case list() | tuple():
-            return [finite(value) for value in content]
-        case float() if not math.isfinite(content):
-            return None
-    return content
-
-
-def count(number: int, noun: str) -> str:
-    """Return e.g. 1 process, 2 processes."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
-def named_lines(lines: dict[str, str]) -> str:
-    """Return a line for each name that has a text, as the plan of a run has them."""
-    return "\n".join(f"{name:<10} {text}" for name, text in lines.items() if text)
-
-
 def tell(line: str) -> None:
     """Print a line on stderr. If that fails too, only the exit code is left."""
     try:
@@ -157,14 +121,15 @@ def warn(message: str) -> None:
 warn_once = functools.cache(warn)  # each message
 
 
-def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -> bool:
+def write_stdout(write: Callable[[], object] | None = None, must_arrive: bool = True) -> bool:
     """Call `write`, flush stdout, and return whether all arrived: False if the reader went away.
 
     Raise StorageError if stdout cannot be written, e.g. to a full disk; if it need not arrive,
     print a warning and return False.
     """
     try:
-        write()
+        if write:
+            write()
         sys.stdout.flush()
         return True
     except OSError as error:

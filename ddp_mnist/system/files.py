@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import errors
-from ddp_mnist.errors import StorageError, UsageError, blame, reason
-from ddp_mnist.system.console import as_json, warn_once
+from ddp_mnist.errors import StorageError, UsageError, blame
+from ddp_mnist.system.console import warn_once
+from ddp_mnist.system.text import as_json, reason
 
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from ddp_mnist.core import checkpoint
 from ddp_mnist.core.checkpoint import DAMAGED, is_whole
-from ddp_mnist.errors import CheckpointError, blame, reason
+from ddp_mnist.errors import CheckpointError, blame
 from ddp_mnist.system.files import storage_errors, write_atomically
+from ddp_mnist.system.text import reason
 from ddp_mnist.training.folder import CHECKPOINTS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")

@@ -17,10 +17,11 @@ import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
-from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame, reason
+from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame
 from ddp_mnist.system import files
-from ddp_mnist.system.console import finite, warn
+from ddp_mnist.system.console import warn
 from ddp_mnist.system.locks import HeldError, take
+from ddp_mnist.system.text import finite, reason
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"

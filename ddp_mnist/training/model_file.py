@@ -14,11 +14,12 @@ from ddp_mnist.core.nets import VERSION
 from ddp_mnist.core.task import Task
 from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
+from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.nets.build import build_net, is_known
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole
+from ddp_mnist.system.text import reason
 from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
 

@@ -68,4 +68,4 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     if is_known(recipe.model):
         return run
     lost = trial.check_state(make, recipe.model, image_format.shape)
-    return replace(run, images=run.images.with_care(lost)) if lost else run
+    return replace(run, images=run.images.with_caveat(lost)) if lost else run

@@ -12,8 +12,8 @@ from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.train_config import ResolvedConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
-from ddp_mnist.errors import first_of, printable, shown_name
-from ddp_mnist.system.console import Console, count, named_lines
+from ddp_mnist.system.console import Console
+from ddp_mnist.system.text import count, first_of, named_lines, printable, shown_name
 from ddp_mnist.training.folder import FOLDER_KEY
 from ddp_mnist.training.training_run import TrainingRun
 
@@ -48,7 +48,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         f" {test_rows:,} test images, {targets}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **(class_lines(images, recipe.class_weights) if images.classes else {}),
-        "careful": "; ".join(map(printable, images.careful)),
+        "careful": "; ".join(map(printable, images.caveats)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}{compiled}",
@@ -118,7 +118,7 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     """On each machine except rank 0's, say that it joined, and at the end where the result is."""
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
-    host = store.place.main_host
+    host = store.rank_info.main_host
     console.print(
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )

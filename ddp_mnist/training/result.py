@@ -12,8 +12,8 @@ from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
-from ddp_mnist.system.console import count, named_lines
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import count, named_lines
 from ddp_mnist.training import scores
 from ddp_mnist.training.folder import SUMMARY, RunFolder
 from ddp_mnist.training.scores import number_text, score_texts
@@ -62,7 +62,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "dataset": images.describe(),
         "classes": images.classes,
         "images_per_class": images.per_class() if images.classes else {},
-        "notes": [*images.warnings, *images.careful, *images.image_format.notes],
+        "notes": images.notes,
         "metrics": test.scores,
         **test.details,
         **({"confusion": scores.packed(test.details["confusion"])} if images.classes else {}),

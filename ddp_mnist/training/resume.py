@@ -15,8 +15,9 @@ from ddp_mnist.config import own_code
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
-from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
+from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import reason
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, without_link
 from ddp_mnist.training.result import finished_line

@@ -117,7 +117,7 @@ def load_images(
     Rank 0 decides what `auto` means.
     """
     flags, columns = config.run, found.task.columns if found.task else ()
-    options = replace(ImageOptions.of(vars(flags)), columns=columns)
+    options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
     name, notes = store.broadcast_from_rank0(
         "dataset",
         lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print),
@@ -128,7 +128,7 @@ def load_images(
         raise UsageError(f"{prefix} already has a test split; remove --test-size")
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
-    if bound := bound_together(store.place.ranks_here):
+    if bound := bound_together(store.rank_info.local_world_size):
         notes = [*notes, bound]
     warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
     store.barrier()
@@ -164,7 +164,7 @@ def without_seen(
         return images
     if initial_weights.read_weights(weights.name)[1]:  # has the names of classes: a run made it
         lost = f"--weights {weights}: without {TRAINED_ON} beside it, this may test on images that"
-        images = images.with_care(f"{lost} it has seen")
+        images = images.with_caveat(f"{lost} it has seen")
     return images
 
 

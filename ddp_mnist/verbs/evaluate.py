@@ -27,18 +27,11 @@ from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
-from ddp_mnist.errors import (
-    CheckpointError,
-    DataError,
-    UsageError,
-    blame,
-    joined,
-    printable,
-    shown_name,
-)
+from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system import files
-from ddp_mnist.system.console import Console, as_json, warn
+from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
+from ddp_mnist.system.text import as_json, joined, printable, shown_name
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.verbs.flags import Evaluate
@@ -91,7 +84,7 @@ def evaluate_run(
             "split": flags.split,
             "dataset": images.describe(),
             "world_size": store.world_size,
-            "notes": [*images.warnings, *images.careful, *images.image_format.notes],
+            "notes": images.notes,
             "classes": images.classes,
             "inject": config["inject"],
             "loss_function": config["task"] or loss or scores.CROSS_ENTROPY,

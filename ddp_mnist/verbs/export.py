@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ddp_mnist import __version__
 from ddp_mnist.config.mistakes import wrong_on_purpose
-from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame, printable
+from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
+from ddp_mnist.system.text import printable
 from ddp_mnist.task import about_task
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.model_file import TrainedModel

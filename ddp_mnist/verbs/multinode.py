@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, meet_machines
+from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, join_machines
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.system.console import Console, tell
@@ -37,7 +37,7 @@ class Multinode(Flags):
 def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
     """Return the exit code of the rehearsal, or of a failed machine; else become the launcher.
 
-    `arguments` are the verb's. Raises as `meet_machines` does.
+    `arguments` are the verb's. Raises as `join_machines` does.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
@@ -47,7 +47,7 @@ def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
         f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
     )
     try:
-        meet_machines(node, timeout_s)
+        join_machines(node, timeout_s)
     except FailedElsewhere as error:  # printed on that machine only
         tell(one_line(error))
         return error.code

@@ -22,9 +22,10 @@ import torch
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, why_unread
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import DataError, UsageError, printable, shown_name
-from ddp_mnist.system.console import Console, as_json, warn
+from ddp_mnist.errors import DataError, UsageError
+from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.files import check_place, storage_errors
+from ddp_mnist.system.text import as_json, printable, shown_name
 from ddp_mnist.training import model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist

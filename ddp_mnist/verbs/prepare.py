@@ -8,14 +8,14 @@ from ddp_mnist.verbs.flags import Prepare
 
 def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
-    console, options = Console(True), ImageOptions.of(vars(flags))
+    console, options = Console(True), ImageOptions.from_flags(vars(flags))
     if flags.task:
         from ddp_mnist.task import options_of  # imports torch, which takes a second
 
         options = options_of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
-    for note in [*notes, *images.warnings, *images.careful, *images.image_format.notes]:
+    for note in [*notes, *images.notes]:
         console.print(note)
     train, test = len(images.rows["train"]), len(images.rows["test"])
     targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)

@@ -6,8 +6,7 @@ from typing import Any
 
 import jinja2
 
-from ddp_mnist.errors import printable
-from ddp_mnist.system.console import as_json
+from ddp_mnist.system.text import as_json, printable
 from ddp_mnist.training.scores import number_text
 
 

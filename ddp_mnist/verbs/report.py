@@ -27,10 +27,11 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.data.splits import subset
-from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
+from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
+from ddp_mnist.system.text import printable
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked

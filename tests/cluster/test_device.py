@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ddp_mnist.cluster.device import decide, has_native_bf16, set_threads
+from ddp_mnist.cluster.device import choose_device, has_native_bf16, set_threads
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
@@ -41,9 +41,9 @@ def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: 
     ):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
         flags = Distribution(mixed_precision=flag)
-        assert decide(flags, Launch(), full_precision=True).precision == "no"
+        assert choose_device(flags, Launch(), full_precision=True).precision == "no"
         if (device, expected) != ("cpu", "fp16"):  # which is refused
-            assert decide(flags, Launch()).precision == expected
+            assert choose_device(flags, Launch()).precision == expected
 
 
 def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
@@ -74,13 +74,15 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     launch: Launch, config: str, monkeypatch: Patch
 ) -> None:
     with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
-        decide(Distribution(mixed_precision="fp16"), launch)
+        choose_device(Distribution(mixed_precision="fp16"), launch)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(
         UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
     ):
-        decide(Distribution(), launch)
-    assert decide(Distribution(cpu=True), launch).precision != "fp16"  # it overrides the YAML
+        choose_device(Distribution(), launch)
+    assert (
+        choose_device(Distribution(cpu=True), launch).precision != "fp16"
+    )  # it overrides the YAML
     assert (CONFIGS / f"{config}.yaml").is_file()
 
 
@@ -96,7 +98,7 @@ def test_the_device(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     on_a("cuda" if has_gpu else "cpu", monkeypatch)
     expected = "cuda" if has_gpu and not wants_cpu else "cpu"
-    assert decide(Distribution(cpu=flag), Launch()).device == expected
+    assert choose_device(Distribution(cpu=flag), Launch()).device == expected
     # a request for the CPU hides the GPUs, before torch looks for them
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
 
@@ -116,27 +118,29 @@ def test_the_backend(
     flag: str, launch: Launch, device: str, backend: str, monkeypatch: Patch
 ) -> None:
     on_a(device, monkeypatch)
-    assert decide(Distribution(backend=flag), launch).backend == backend
+    assert choose_device(Distribution(backend=flag), launch).backend == backend
 
 
 def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
-            decide(Distribution(backend="nccl"), launch)
+            choose_device(Distribution(backend="nccl"), launch)
     with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
-        decide(Distribution(sync_bn=True), Launch())
+        choose_device(Distribution(sync_bn=True), Launch())
     with monkeypatch.context() as on_a_gpu:
         on_a("cuda", on_a_gpu, native=False)
         for precision in ("fp16", None):
             with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add --mixed-precisi"):
-                decide(Distribution(comm_hook="powersgd", mixed_precision=precision), Launch())
+                choose_device(
+                    Distribution(comm_hook="powersgd", mixed_precision=precision), Launch()
+                )
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU: ValueError: "):
-        decide(Distribution(cpu=True), Launch())
+        choose_device(Distribution(cpu=True), Launch())
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
-        decide(Distribution(), Launch())
+        choose_device(Distribution(), Launch())
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: ValueError: "):
         set_threads(Launch(), "cpu", 1)

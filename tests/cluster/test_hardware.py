@@ -63,7 +63,7 @@ def test_gpus_that_torch_does_not_see_are_told(
         assert re.fullmatch(line, capsys.readouterr().err)
         assert re.search(line, typed("train", "--dataset", "digits", "--dry-run").out)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert hardware.unused_gpus() == ""
+    assert hardware.unused_gpus() is None
 
 
 def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

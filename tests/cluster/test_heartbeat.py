@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import propagate_first_error
 from ddp_mnist.cluster.local_world import LocalWorld
-from ddp_mnist.cluster.rendezvous import check_same, meet
+from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.errors import FailedElsewhere, PeerError
 from tests.cluster.test_rendezvous import place
 
@@ -25,7 +25,7 @@ def lose(who: int, stopped: bool, by_launcher: bool) -> tuple[str, float]:
     Return this rank's error, and the seconds that it came after the loss.
     """
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = meet(replace(place(rank, 3, port), agent_store=by_launcher), PATIENCE_S)
+    store = join_store(replace(place(rank, 3, port), agent_store=by_launcher), PATIENCE_S)
     try:
         with propagate_first_error(store):
             time.sleep(1.5 * PATIENCE_S if rank == who else 0)  # it decodes

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
-from ddp_mnist.cluster.rendezvous import Seat, meet
-from ddp_mnist.cluster.store import Place, host_id, name_of
+from ddp_mnist.cluster.rendezvous import JoinRequest, join_store
+from ddp_mnist.cluster.store import RankInfo, host_id, name_of
 from ddp_mnist.errors import PeerError, UsageError
 from tests.commands import Typed
 from tests.run_checks import told_once
@@ -39,11 +39,11 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
     os.getpid = lambda: 7  # as it may be in each of several containers
     started = time.monotonic()
     try:
-        store = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
+        store = join_store(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
     except Exception as error:
         return error, time.monotonic() - started
     store.close()
-    return store.place
+    return store.rank_info
 
 
 def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
@@ -58,19 +58,19 @@ def test_processes_meet_and_know_where_each_runs(host: str, tmp_path: Path) -> N
         pytest.skip("no IPv6 here")
     here, own = name_of(host_id()), "::1" if host == "::1" else "127.0.0.1"
     places = run_world(2, meet_as, [0, 1], [2, 2], host, folder=tmp_path)
-    assert places == [Place(rank, 2, 1, here, own) for rank in range(2)]
+    assert places == [RankInfo(rank, 2, 1, here, own) for rank in range(2)]
 
 
 def test_each_rank_gets_a_place_on_its_machine_and_the_address_of_another() -> None:
     where = [("a", "10.0.0.1"), ("b", None), ("a", None), ("c", "10.0.0.3"), ("b", "10.0.0.2")]
-    places = rendezvous._places([Seat("token", *each) for each in where])
-    assert [each.index_here for each in places] == [0, 0, 1, 0, 1]
-    assert [each.ranks_here for each in places] == [2, 2, 2, 1, 2]
+    places = rendezvous._rank_infos([JoinRequest("token", *each) for each in where])
+    assert [each.local_rank for each in places] == [0, 0, 1, 0, 1]
+    assert [each.local_world_size for each in places] == [2, 2, 2, 1, 2]
     assert [each.address for each in places] == [address for _, address in where]
     assert {(each.num_machines, each.main_host) for each in places} == {(3, "a")}
     for (host, _), place in zip(where, places, strict=True):
-        assert (place.elsewhere == "10.0.0.1") == (host != "a")
-        assert place.elsewhere in {address for other, address in where if other != host}
+        assert (place.other_address == "10.0.0.1") == (host != "a")
+        assert place.other_address in {address for other, address in where if other != host}
 
 
 def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
 ) -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(PeerError) as raised:
-        meet(place(rank, 2, port, host), TIMEOUT_S)
+        join_store(place(rank, 2, port, host), TIMEOUT_S)
     assert 0.5 < time.monotonic() - started < TIMEOUT_S + 2
     assert str(raised.value).startswith(f"{host}:{port}: {message}")
     assert reason in str(raised.value)
@@ -121,7 +121,7 @@ def test_something_else_at_the_address(stranger: int, tmp_path: Path) -> None:
 def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
     started = time.monotonic()
     with pytest.raises(UsageError, match=f"^port {stranger}: cannot be opened here \\(Address al"):
-        meet(place(0, 2, stranger), 60)
+        join_store(place(0, 2, stranger), 60)
     assert time.monotonic() - started < 1
 
 
@@ -153,7 +153,7 @@ def meet_and_lose_rank_0() -> Any:
     if rank == 0:
         threading.Timer(1, os._exit, [1]).start()
     with pytest.raises(PeerError) as raised:
-        meet(place(rank, 3, int(os.environ["MASTER_PORT"])), 15)
+        join_store(place(rank, 3, int(os.environ["MASTER_PORT"])), 15)
     return raised.value
 
 
@@ -199,7 +199,7 @@ def come(size: int, *places: Comes) -> Any:
         threading.Timer(this.dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     launch = replace(place(this.rank, size, int(os.environ["MASTER_PORT"])), agent_store=True)
     try:
-        store = meet(launch, 15)
+        store = join_store(launch, 15)
         tokens = store.decide_for_all("tokens", os.urandom(8).hex(), list)
         if this.dies_after_s:
             time.sleep(60)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
+from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, join_store
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
@@ -82,7 +82,7 @@ def meet_and_agree() -> Member:
     calls, began = counted(), time.monotonic()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
-    store = meet(Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port), 300)
+    store = join_store(Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port), 300)
     met_s = time.monotonic() - began
     store.barrier()
     check_same(store, {"--seed": 0, "packages": "x" * 1000})

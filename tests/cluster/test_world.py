@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -12,9 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from ddp_mnist.cluster import world
-from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
@@ -50,31 +48,6 @@ def test_fault_23_processes_that_would_each_train_alone(
     assert isinstance(reported, UsageError)
     assert str(reported).startswith(f"WORLD_SIZE=2: {message}")
     assert list(tmp_path.iterdir()) == []
-
-
-# --- The interface that leads to rank 0
-
-GLOO = "GLOO_SOCKET_IFNAME"
-
-
-@pytest.mark.parametrize(
-    ("host", "towards", "before", "after"),
-    [
-        ("127.0.0.1", "lo", {}, {GLOO: "lo"}),
-        ("unknown", None, {}, {}),
-        ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", "NCCL_SOCKET_IFNAME": "=eth1"}),
-    ],
-)
-def test_choose_interface(
-    host: str, towards: str | None, before: dict[str, str], after: dict[str, str]
-) -> None:
-    launch, store = Launch("tcp", 0, 2, main_host=host, main_port=9), Store(dist.HashStore(), 0, 2)
-    with (
-        patch.object(world, "interface_towards", lambda *_: towards),
-        patch.dict(os.environ, before, clear=True),
-    ):
-        world.choose_interface(launch, store)
-        assert os.environ == after
 
 
 # --- Ranks that are not alike: faults row 22

@@ -89,4 +89,4 @@ def test_words_of_another_form_are_refused_with_the_form(line: str) -> None:
             RunFlags(image_size=word) if "size" in line else Recipe(model=word)
         assert str(refused.value) == line.format(word)
     for word, size in (("64", (64, 64)), ("48x96", (48, 96))):
-        assert ImageOptions.of(vars(RunFlags(image_size=word))).size == size
+        assert ImageOptions.from_flags(vars(RunFlags(image_size=word))).size == size

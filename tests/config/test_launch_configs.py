@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.device import decide
+from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.launch import NOT_DDP, Launch, find_launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.launch_configs import as_flag
@@ -29,15 +29,15 @@ def test_the_compiler_that_the_launcher_names_beats_the_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, compiled = Distribution(), Distribution(compile=True)
-    assert decide(plain, Launch()).compile_options == {}
-    assert decide(compiled, Launch()).compile_options == {"backend": "inductor"}
+    assert choose_device(plain, Launch()).compile_options == {}
+    assert choose_device(compiled, Launch()).compile_options == {"backend": "inductor"}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     for flags in (plain, compiled):
-        assert decide(flags, Launch()).compile_options["backend"] == "aot_eager"
-        assert decide(flags, Launch(), full_precision=True).compile_options == {}
+        assert choose_device(flags, Launch()).compile_options["backend"] == "aot_eager"
+        assert choose_device(flags, Launch(), full_precision=True).compile_options == {}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
     with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
-        decide(plain, Launch())
+        choose_device(plain, Launch())
 
 
 # --- The real launchers

@@ -15,7 +15,8 @@ from ddp_mnist.data import cache as caching
 from ddp_mnist.data.cache import cache_folder, choose
 from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.errors import StorageError, printable, reason
+from ddp_mnist.errors import StorageError
+from ddp_mnist.system.text import printable, reason
 from tests.chaos import wait_until
 from tests.data_sets import LABELS, PIXELS, TEST, TRAIN, of, save_to_disk, write_idx, write_parquet
 

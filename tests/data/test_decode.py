@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import PIL.ImageFile
+import PIL.ImageOps
 import pytest
+from PIL.ExifTags import Base
 
 from ddp_mnist.config.image_options import AS_THEY_ARE
 from ddp_mnist.data import cache
 from ddp_mnist.data import image_format as image_format
-from ddp_mnist.data.decode import decode_image, open_image
+from ddp_mnist.data.decode import decode_image, open_image, upright
 from ddp_mnist.data.decode_all import decode_all
 from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
@@ -33,6 +35,24 @@ def test_a_png_with_its_exif_behind_the_pixels_becomes_upright_too() -> None:
     with open_image(late) as image:
         decoded = decode_image(image, (3, 20, 40))
     assert np.array_equal(decoded.transpose(1, 2, 0), np.asarray(upright))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_by_pillow_and_by_damaged_exif_too(orientation: int) -> None:
+    image = PIL.Image.fromarray(np.arange(24, dtype=np.uint8).reshape(4, 6))
+    exif = image.getexif()
+    exif[Base.Orientation] = orientation
+    by_pillow = PIL.ImageOps.exif_transpose(image)
+    assert np.array_equal(np.asarray(upright(image)), np.asarray(by_pillow))
+    exif[Base.XResolution] = 72.0
+    content = bytearray(exif.tobytes())
+    content[29] = 0  # makes it the tag ImageWidth, whose value then can be read, but not written
+    with open_image(encoded(image, exif=bytes(content))) as damaged:
+        damaged.load()
+        assert np.array_equal(np.asarray(upright(damaged)), np.asarray(by_pillow))
+        if orientation > 1:
+            with pytest.raises(Exception, match="not an integer"):
+                PIL.ImageOps.exif_transpose(damaged)
 
 
 def test_what_the_decoder_does_has_not_changed() -> None:

@@ -98,7 +98,7 @@ def test_a_class_without_a_test_image_is_named(photos: Path) -> None:
     (photos / "rare").mkdir()
     noise(99).save(photos / "rare" / "99.png")
     sentence = 'the test has no image of "rare": add images, or give a larger --test-size'
-    assert load(photos).careful == [sentence]
+    assert load(photos).caveats == [sentence]
 
 
 def test_a_number_is_the_share_that_it_is_now(photos: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.cluster.device import decide
+from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config.distribution import Distribution
 from tests.chaos import newest_step, wait_until
@@ -107,10 +107,10 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     ]
     findings = re.findall(r"^(PASS|WARN|FAIL)  (.{14}) (.*)$", first.out, re.MULTILINE)
     unwell = {name.strip() for status, name, _ in findings if status != "PASS"}
-    assert unwell <= {"load", "computing"}  # other tests share the cores
+    assert unwell <= {"load", "config"}  # other tests share the cores
     found = {name.strip(): text for _, name, text in findings}
     assert found["rendezvous"].startswith("2 processes on 2 machines connected")
-    trained_in = decide(Distribution(mixed_precision="auto"), Launch()).precision
+    trained_in = choose_device(Distribution(mixed_precision="auto"), Launch()).precision
     assert found["rendezvous"].endswith(f", precision {trained_in}")  # as make train-multinode
     examined = [text for _, name, text in findings if name.strip() == "machine"]
     assert [said.split(":")[0] for said in examined] == names

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.core.nets import MODELS
-from ddp_mnist.errors import causes
+from ddp_mnist.system.text import causes
 from tests.commands import REPOSITORY, run_here
 
 pytestmark = pytest.mark.system

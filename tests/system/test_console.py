@@ -17,8 +17,9 @@ import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.system.console import Console, as_json
+from ddp_mnist.system.console import Console
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import as_json
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
 from tests.data_sets import write_noise

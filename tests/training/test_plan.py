@@ -16,7 +16,7 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
     photos = replace(of_classes(a=300, b=29), image_format=colour)
 
     def said(resumes: bool = False, **typed: Any) -> str:
-        config = TrainConfig.of(typed)
+        config = TrainConfig.from_flags(typed)
         recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
         groups = (config.run, config.distribution, config.typed, resumes)
         return plan.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)

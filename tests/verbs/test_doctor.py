@@ -64,7 +64,7 @@ NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
 HIDDEN_GPU = NO_GPUS_SEEN | {"CUDA_VISIBLE_DEVICES": "-1"}
-ONE_OF_8 = {f"{H}.gpus": always(1), f"{H}.gpus_shown": always(8), f"{H}.unused_gpus": always("")}
+ONE_OF_8 = {f"{H}.gpus": always(1), f"{H}.gpus_shown": always(8), f"{H}.unused_gpus": always(None)}
 ONE_OF_8 |= {
     "CUDA_VISIBLE_DEVICES": None,
     f"{M}.run_world": always([[]]),

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ddp_mnist.cluster import world
-from ddp_mnist.cluster.device import Computing, decide
+from ddp_mnist.cluster.device import DeviceConfig, choose_device
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe as TrainRecipe
@@ -87,8 +87,8 @@ def fp16_on_a_cpu(
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
-    def in_fp16(*args: Any) -> Computing:
-        return dataclasses.replace(decide(*args), precision="fp16")
+    def in_fp16(*args: Any) -> DeviceConfig:
+        return dataclasses.replace(choose_device(*args), precision="fp16")
 
     def accelerator(*args: Any) -> Accelerator:
         made = make_accelerator(*args)
@@ -124,7 +124,7 @@ def fp16_on_a_cpu(
         seen.scales.append(scalers[0].get_scale())
 
     with (
-        patch.object(world, "decide", in_fp16),
+        patch.object(world, "choose_device", in_fp16),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(fit, "make_optimizer", optimizer),
         patch.object(Recipe, "learning_rate", rate),

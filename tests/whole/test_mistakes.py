@@ -18,7 +18,7 @@ from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
 from tests.run_checks import metrics, recipe_of, what_it_says, with_flags
 
-BATCHNORM = TrainConfig.of({"inject": "batchnorm"})
+BATCHNORM = TrainConfig.from_flags({"inject": "batchnorm"})
 
 
 def config(fault: str | None, run_dir: str = "run", **flags: Any) -> TrainConfig:

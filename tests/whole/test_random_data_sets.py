@@ -129,7 +129,7 @@ def test_each_image_is_read_as_pillow_reads_it_and_by_predict_too(
     """What predict then answers, test_new_images.py counts."""
     own, seen = make(seed, tmp_path), dict[Path, bytes]()
     record_property("details", f"{own.path.name}, {own.is_split=}, {own.flags}, {own.kinds}")
-    images = load(own.path, ImageOptions.of(vars(cli.train_config(own.flags).run)))
+    images = load(own.path, ImageOptions.from_flags(vars(cli.train_config(own.flags).run)))
     for path, *_ in own.files:
         pixels = read_image(path, images.image_format, False)
         by_others = by_pillow(path, images.image_format.shape)

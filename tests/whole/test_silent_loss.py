@@ -156,7 +156,7 @@ def test_classes_that_vanish_are_named(here: Path) -> None:
     assert images.classes == ["cat", "dog", "emu"]
     assert len(images.rows["train"]) == 12
     assert "without an image: train/fox" in images.image_format.notes
-    assert images.careful == ['the test has no image of "emu": add images']
+    assert images.caveats == ['the test has no image of "emu": add images']
 
 
 COLOURS = np.array([[[9, 60, 200], [255, 0, 0]], [[9, 60, 200], [1, 2, 3]]], np.uint8)

@@ -23,8 +23,8 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
-from ddp_mnist.system.console import count
+from ddp_mnist.errors import CheckFailed, DdpMnistError
+from ddp_mnist.system.text import count, reason
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
@@ -55,7 +55,7 @@ class Group:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.store.world_size
         self.device = world.accelerator.device
-        self.is_first_here = world.store.place.index_here == 0
+        self.is_first_here = world.store.rank_info.local_rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on rank 0; [] elsewhere. JSON's types only.
@@ -119,7 +119,7 @@ def machines_alone(group: Group) -> list[CheckResult]:
     """Check each machine by its first rank: each problem gets a line, the rest is counted."""
     mine = list[CheckResult]()
     if group.is_first_here:
-        options = replace(group.options, processes=group.store.place.ranks_here)
+        options = replace(group.options, processes=group.store.rank_info.local_world_size)
         found = [each for each in check_machine(options) if isinstance(each, CheckResult)]
         mine = [result for result in found if result.status != PASS]
         well = f"{len(found) - len(mine)} of {count(len(found), 'check')} passed"
@@ -196,7 +196,7 @@ def receives(
 
 def waits_for_all(group: Group) -> bool:
     """Return whether this rank leaves a barrier only after the last rank, made late, entered it."""
-    key = f"doctor/entered/{group.store.points}"  # a number that is equal on all ranks
+    key = f"doctor/entered/{group.store.sync_points}"  # a number that is equal on all ranks
     if group.rank == group.size - 1:
         time.sleep(LATE_S)
         group.store.set(key, True)

@@ -16,10 +16,10 @@ from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources, tables
-from ddp_mnist.errors import DdpMnistError, reason
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system import affinity
-from ddp_mnist.system.console import count
 from ddp_mnist.system.files import try_to_write
+from ddp_mnist.system.text import count, reason
 from ddp_mnist.training.versions import PACKAGES, package_versions
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor

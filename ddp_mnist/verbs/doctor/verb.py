@@ -16,7 +16,8 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
-from ddp_mnist.system.console import Console, as_json, coloured
+from ddp_mnist.system.console import Console, coloured
+from ddp_mnist.system.text import as_json
 from ddp_mnist.training.plan import narrated_elsewhere
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, worst

@@ -31,8 +31,9 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
-from ddp_mnist.system.console import Console, coloured, count
+from ddp_mnist.system.console import Console, coloured
 from ddp_mnist.system.files import check_place, storage_errors, to_json, write_atomically
+from ddp_mnist.system.text import count
 from ddp_mnist.task import find_loss, options_of
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import check_result
