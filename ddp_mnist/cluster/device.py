@@ -82,17 +82,21 @@ def choose_device(
             f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
         )
 
-    compile_options = {"backend": "inductor"} if flags.compile else {}
-    with blame("ACCELERATE_DYNAMO_*", UsageError):
-        plugin = TorchDynamoPlugin()  # reads the launcher's variables
-    if plugin.backend.value != "NO":  # compiles without the flag too
-        compile_options = plugin.to_kwargs()
     return DeviceConfig(
         device="cpu" if on_cpu else "cuda",
         backend="none" if launch.is_alone else backend,
         precision=precision,
-        compile_options={} if full_precision else compile_options,
+        compile_options={} if full_precision else choose_compiler(flags),
     )
+
+
+def choose_compiler(flags: Distribution) -> dict[str, Any]:
+    """Return torch.compile's options; {} to compile nothing."""
+    with blame("ACCELERATE_DYNAMO_*", UsageError):
+        plugin = TorchDynamoPlugin()  # reads the launcher's variables
+    if plugin.backend.value != "NO":  # compiles without the flag too
+        return plugin.to_kwargs()
+    return {"backend": "inductor"} if flags.compile else {}
 
 
 def has_native_bf16(device: str) -> bool:

@@ -16,7 +16,8 @@ package, so a copy is a trainer of your own:
 
 Four functions in __main__.py are yours: `make_rows` (your images and targets), `make_net`,
 `make_task` (what is learned, and its score; derive one from `Task`) and `make_recipe`. The rest
-stays. Read it in this order:
+stays. MNIST needs less than there is: it has no validation, no augmentation, one of the nets. Read
+it in this order:
 
     __main__     MNIST: what is trained, and how the program ends
     fit          the loop: a step in micro-batches, sync points, validation, test

@@ -56,11 +56,14 @@ def read(split: Dataset) -> Rows:
 
 
 def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
-    """Return the net, for pixels. The mean and deviation are those of the train rows."""
-    pixels = rows.images.float() / 255
-    mean, std = round(pixels.mean().item(), 4), round(pixels.std(correction=0).item(), 4)
-    net = CNN(task.outputs).to(torch.float64 if float64 else torch.float32)
-    return Normalised(net.to(memory_format=torch.channels_last), [mean], [std])
+    """Return the net for pixels, with the train rows' mean and deviation of each channel."""
+    pixels = (rows.images.float() / 255).transpose(0, 1).flatten(1)  # [channels, all pixels]
+    both = pixels.mean(1).tolist(), pixels.std(1, correction=0).tolist()
+    mean, std = ([round(each, 4) for each in channels] for channels in both)
+    channels, height, width = rows.images.shape[1:]
+    net = CNN(task.outputs, (channels, height, width))
+    net.to(torch.float64 if float64 else torch.float32).to(memory_format=torch.channels_last)
+    return Normalised(net, mean, std)
 
 
 def make_task(rows: Rows) -> Task:
@@ -87,16 +90,14 @@ def main() -> None:
         cpu=not torch.cuda.is_available(),
         mixed_precision="no" if arguments.float64 else None,  # None: the launcher's
     )
-    started, joined = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
-    if started != joined:
-        raise SystemExit(
-            f"WORLD_SIZE={started}: but Accelerate joined {joined}, so each trains alone"
-        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise SystemExit(f"WORLD_SIZE={started}: Accelerate joined none, so each would train alone")
     with accelerator.local_main_process_first():  # so that the data is fetched and converted once
         rows = make_rows(arguments.dataset)
     task, recipe = make_task(rows[0]), make_recipe(rows[0], arguments)
     make_our_net = partial(make_net, rows[0], task, arguments.float64)
-    run = Run(accelerator, recipe, arguments.checkpoint, arguments.resume)
+    run = Run(accelerator, recipe, arguments.seed, arguments.checkpoint, arguments.resume)
 
     def ask_to_stop(*_: object) -> None:
         run.stop_requests[0] = 1.0

@@ -1,4 +1,7 @@
-"""How a run ends before its last step. All ranks raise the same, after the same step."""
+"""How a run ends before its last step: all ranks raise the same, after the same step.
+
+What one rank alone raises, such as a full disk, ends the others only as its launcher ends them.
+"""
 
 from collections.abc import Sequence
 

@@ -51,7 +51,7 @@ class EvalResult:
 
 def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """Return a loader that splits `rows` among the processes, in order."""
-    # With a batch larger than the split, Accelerate would repeat rows to fill it.
+    # A batch much larger than the split would be filled with repeated rows, only to drop them.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     per_forward = per_process or eval_batch_size(rows.images, accelerator.device.type == "cuda")
     batch_size = min(per_forward, most) * accelerator.num_processes

@@ -45,13 +45,12 @@ def fit(
     loader = make_loader(train_rows, batch_sampler=batches)
 
     # Net and optimizer, equal on every rank. `model` is the net in autocast and, on several ranks,
-    # in DDP; the loader gives each its part of every batch.
+    # in DDP; the loader, which still reads `batches`, gives each its part of every batch.
     seed_generators(device, seed)
     net = make_net().to(device)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    # DDP rebuilds its gradient buckets after the first backward pass. A pass that changes nothing
-    # triggers that now, so that a resumed run sums in the same order.
+    # DDP regroups gradients after its first backward pass: now, so that a resumed run sums alike.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader, test_loader = (make_eval_loader(accelerator, r) for r in (val_rows, test_rows))
 
@@ -126,7 +125,8 @@ def fit(
         means = state.end_epoch(recipe, validation)  # counts the epoch, and may stop early
         run.log_epoch(state, means, validation)
 
-    # Save, then test once, without autocast; with patience, a copy that has the best weights.
+    # Save, then test once, without the autocast that `prepare` put into the net's forward; with
+    # patience, a copy that has the best weights.
     run.save(state)
     run.phase("test")
     final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))

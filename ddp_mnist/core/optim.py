@@ -30,7 +30,7 @@ class Muon(torch.optim.AdamW):
                 if kernel.ndim != 4 or kernel.grad is None:
                     continue
                 state = self.state[kernel]
-                if not state:  # AdamW asks for a step when it loads a checkpoint
+                if not state:  # AdamW wants a "step" in what it loads
                     state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
                 state["exp_avg"].lerp_(kernel.grad, 1 - MOMENTUM)
                 ahead = kernel.grad.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's

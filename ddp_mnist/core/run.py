@@ -1,6 +1,7 @@
 """What `fit` reports, in seven methods: here, lines on rank 0 and one checkpoint."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,32 @@ class Run:
     log_every = 100  # optimizer steps between lines
     checkpoint_every: int | None = 100  # optimizer steps; None: by the clock, see meter.py
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe, file: Path, resume: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, recipe: Recipe, seed: int, file: Path, resume: bool
+    ) -> None:
         """Save to `file`, on rank 0. `resume`, the same on all ranks, begins from what it holds."""
         self.accelerator, self.recipe, self.file, self.resume = accelerator, recipe, file, resume
+        self.settings = {"seed": seed, **asdict(recipe)}  # by which a run goes on as it began
         if accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
         # This rank's requests: `fit` adds up each over the ranks, and stops if any sum is not 0.
         self.stop_requests = [0.0]
 
     def begin(self, state: State) -> None:
-        """Restore the state, which is new, if the run is resumed. Raise as `from_bytes` does."""
+        """Restore the state, which is new, if the run is resumed.
+
+        Raise ValueError for another seed or recipe, of which `epochs` alone may change, and as
+        `from_bytes` does.
+        """
         if self.resume:
             raw = self.file.read_bytes() if self.accelerator.is_main_process else b""
             content = checkpoint.from_bytes(broadcast_bytes(self.accelerator, raw))
-            state.restore(content, self.recipe)
+            for name, was in content["settings"].items():
+                if name != "epochs" and self.settings[name] != was:
+                    raise ValueError(
+                        f"{name} was {was} as the run began, not {self.settings[name]}"
+                    )
+            state.restore(content["state"], self.recipe)
             self.accelerator.print(f"resumed after step {state.progress.step}")
 
     def phase(self, name: str) -> None:
@@ -56,7 +69,8 @@ class Run:
 
     def save(self, state: State) -> None:
         """Keep the state of this step."""
-        content = state.content(self.recipe)  # on all ranks: what is sharded would be gathered here
+        # On all ranks: what is sharded would be gathered here.
+        content = {"settings": self.settings, "state": state.content(self.recipe)}
         if self.accelerator.is_main_process:
             unfinished = self.file.with_name(f"{self.file.name}.tmp")
             unfinished.write_bytes(checkpoint.to_bytes(content))

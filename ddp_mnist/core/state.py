@@ -141,7 +141,7 @@ class State:
             best = progress.best_score
             if math.isfinite(score) and (best is None or self.task.better(score, best)):
                 progress.best_score, progress.best_epoch = score, progress.epoch
-                if recipe.patience:
+                if recipe.patience is not None:
                     weights = self.net.state_dict()
                     self.best_weights = {name: w.clone() for name, w in weights.items()}
             progress.decide_to_stop(recipe)
@@ -191,7 +191,9 @@ class State:
             device = next(self.net.parameters()).device
             self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
         progress = self.progress = Progress.from_dict(content["progress"])
-        if recipe.patience and self.best_weights is None:  # none yet: the search begins here
+        if (
+            recipe.patience is not None and self.best_weights is None
+        ):  # none yet: the search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
         self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)

@@ -25,7 +25,7 @@ class Task:
     a run in float64. `mean` and `std` are the targets' over the train images, one for each column.
     """
 
-    columns: tuple[str, ...] = ()  # of the table that the images come with
+    columns: tuple[str, ...] = ()  # of the table of the images
     name = "score"  # of `score`, in what is printed and written
     outputs = 0  # how many numbers the net gives for an image; by default one for each column
     names: list[str]  # what the outputs are about: the columns, or the classes

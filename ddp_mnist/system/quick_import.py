@@ -33,5 +33,5 @@ def import_metrics() -> None:
 
 
 def import_metrics_meanwhile() -> None:
-    """Import them in a thread of their own, for which whoever needs them then waits."""
+    """Import them in another thread, for which whoever needs them then waits."""
     threading.Thread(target=import_metrics, daemon=True).start()
