@@ -48,7 +48,7 @@ def gpus_shown() -> int:
 def unused_gpus() -> str | None:
     """Return a sentence if torch cannot use the GPUs that the system lists.
 
-    None if torch can use them, if there are none, or if they are hidden on purpose.
+    None if torch can use them, if the machine lacks any, or if they are hidden on purpose.
     """
     import torch
 

@@ -60,7 +60,7 @@ class StopSignals:
             self.on_first_sigint()
 
     def ending(self, requests: Sequence[float], done: str, is_main_process: bool) -> DdpMnistError:
-        """Return what ends the run: `requests` are the sums over all ranks, of which some is not 0.
+        """Return the error that ends the run, by the sums over all ranks: one is not 0.
 
         Preempted on the main process, FailedElsewhere with the same code on the others.
         """

@@ -165,7 +165,7 @@ class ResolvedRecipe(Recipe):
         return self.epochs * self.steps_per_epoch
 
     def for_fit(self, kind: str) -> core.Recipe:
-        """Return what `fit` needs to train on images of this kind, see `ImageFormat.kind`."""
+        """Return the recipe of `fit` for images of this kind, see `ImageFormat.kind`."""
         names = [field.name for field in fields(core.Recipe)]
         needed = {name: getattr(self, name) for name in names}
         return core.Recipe(**needed | {"augment": kind if self.augment else ""})

@@ -107,7 +107,7 @@ def main() -> None:
     try:
         fit(accelerator, rows, make_our_net, task, recipe, arguments.seed, run)
     except StopRequested as stop:
-        accelerator.print(f"{stop}; to go on, add --resume")
+        accelerator.print(f"{stop}; to continue, add --resume")
         code = 128 + signal.SIGTERM
     accelerator.free_memory()  # DDP before the group: else gloo's threads may abort as Python exits
     accelerator.end_training()

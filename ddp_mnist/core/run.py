@@ -77,7 +77,7 @@ class Run:
             os.replace(unfinished, self.file)  # a kill leaves the old file or the new one
 
     def finish(self, state: State, net: Normalised, test: EvalResult) -> Any:
-        """Keep the net's weights beside the checkpoint. Return what `fit` returns: the metrics."""
+        """Keep the net's weights next to the checkpoint. Return the metrics, as `fit` then does."""
         if self.accelerator.is_main_process:
             torch.save(net.net.state_dict(), self.file.with_name("model.pt"))
         result = f"test {test.name} {test.score:.4f} on {test.count:,} images"

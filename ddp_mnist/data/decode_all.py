@@ -240,7 +240,7 @@ def data_digest(images: Array, targets: Array, rows: RowsBySplit, names: list[st
 def warnings_about(
     listing: Listing, rows: RowsBySplit, keys: Array, labels: Array, is_plain: Array
 ) -> list[str]:
-    """Return what may spoil a result.
+    """Return sentences on whatever may spoil a result.
 
     It is test images that are in train, images in two classes, and classes of a single colour.
     """

@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
 
 
 def find_weights(model: str, weights: str | None) -> InitialWeights | None:
-    """Return what --weights names for the net of --model; None without the flag.
+    """Find the weights that --weights names for the net of --model; None without the flag.
 
     A name is a word in capitals, such as DEFAULT, perhaps after its class, as torchvision's pages
     write it: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.

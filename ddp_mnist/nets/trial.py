@@ -125,7 +125,7 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str 
     After a step, a net that `make` made goes on beside another one, which has nothing of it but its
     state_dict, as after a resume; both draw the same random numbers. If their logits are equal,
     return a sentence on the numbers that the state_dict lacks all the same, as a count of calls;
-    None if there are none.
+    None without such a number.
     """
     unbroken = _made(make)
     before = _outside_state_dict(unbroken.net)

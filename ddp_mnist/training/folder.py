@@ -190,7 +190,7 @@ class RunFolder:
             self.log_to_trackers(metrics, step)
 
     def lines_at(self, step: int) -> list[dict[str, Any]]:
-        """Return what metrics.jsonl holds of a step."""
+        """Return the lines of metrics.jsonl on a step."""
         if not (self.path and (path := self.path / METRICS).exists()):
             return []
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())

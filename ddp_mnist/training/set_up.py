@@ -63,7 +63,8 @@ def set_up_run(
             console.print(earlier.finished)
             yield None
             return
-        run = try_before_training(resolve_run(config, world, console, earlier), console)
+        run = resolve_run(config, world, console, earlier)
+        run = try_before_training(run, console)
         check_same(world.store, must_be_equal(run))
         if run.config.run.dry_run:
             console.print(plan.plan_text(run, None))

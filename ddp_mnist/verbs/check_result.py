@@ -33,7 +33,7 @@ class CheckResult(NamedTuple):
         return cls(FAIL, name, text or fix, fix if text else "")
 
     def __str__(self) -> str:
-        """Return the line, its status in colour; the fix begins a line of its own."""
+        """Return the line, its status in colour; the fix begins another line."""
         fix = f"\n{INDENT}-> {self.fix}" if self.fix else ""
         return f"{coloured(self.status)}  {self.name:<14} {self.text}{fix}"
 

@@ -94,7 +94,9 @@ def test_it_trains_to_the_weights_of_ddp_mnist_train_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_checkpoint_of_another_run_or_damaged_or_not_there_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_or_is_damaged_is_refused(
+    made: Path, tmp_path: Path
+) -> None:
     run_world(1, train_copy, made, "run", "--epochs", "1", folder=tmp_path)
     file = tmp_path / "run" / "checkpoint.pt"
     other = (train_copy, made, "run", "--resume", "--seed", "1")
