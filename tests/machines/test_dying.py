@@ -99,13 +99,13 @@ def before(owner, name, place, when=lambda *_: True):
 
 def prepare():
     """Strike at each place that comes after the import of the net."""
-    from ddp_mnist import train
+    from ddp_mnist.core import fit
     from ddp_mnist.data import cache
     from ddp_mnist.training.recorded_run import RecordedRun
 
     before(cache, "load", "decoding")
-    before(train, "warm_up_ddp", "first step")
-    before(train, "seed_forward", "training", lambda device, what, seed, step, rank: step == 25)
+    before(fit, "warm_up_ddp", "first step")
+    before(fit, "seed_forward", "training", lambda device, what, seed, step, rank: step == 25)
     before(RecordedRun, "phase", "validation", lambda run, name: name == "validation")
     before(RecordedRun, "phase", "test", lambda run, name: name == "test")
     before(RecordedRun, "save", "saving", lambda run, state: state.progress.step >= 20)
