@@ -11,7 +11,7 @@ from .accelerator import sum_over_ranks, warm_up_ddp
 from .augment import augment, augmentation_table
 from .batches import GlobalBatchSampler, Rows, make_loader
 from .errors import StopRequested
-from .evaluation import evaluate_split, import_evaluate_meanwhile, make_eval_loader
+from .evaluation import evaluate_split, make_eval_loader
 from .meter import Meter
 from .optim import make_optimizer
 from .recipe import Recipe
@@ -59,7 +59,6 @@ def fit(
     run.begin(state)
     progress = state.progress
     meter = Meter(accelerator, progress, recipe, task)
-    import_evaluate_meanwhile(accelerator)
 
     def stop_if_any(requests: Sequence[float]) -> None:  # sums over the ranks: all stop, or none
         if any(requests):

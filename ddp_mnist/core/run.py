@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from . import checkpoint
 from .accelerator import broadcast_bytes
-from .evaluation import EvalResult
+from .evaluation import EvalResult, import_evaluate_meanwhile
 from .recipe import Recipe
 from .state import State
 from .wrappers import Normalised
@@ -49,6 +49,7 @@ class Run:
                     )
             state.restore(content["state"], self.recipe)
             self.accelerator.print(f"resumed after step {state.progress.step}")
+        import_evaluate_meanwhile(self.accelerator)
 
     def phase(self, name: str) -> None:
         """Report that training, validation or test begins."""
