@@ -97,11 +97,6 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
                 yield f"{name}.{node.name}", node
 
 
-def length(node: ast.stmt) -> int:
-    assert node.end_lineno
-    return node.end_lineno - node.lineno + 1
-
-
 def nesting(node: ast.AST) -> int:
     """Return how many blocks are open at the deepest place in `node`, itself included."""
     blocks = (ast.For, ast.While, ast.If, ast.With, ast.Try)

@@ -58,8 +58,8 @@ def read(split: Dataset) -> Rows:
 def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
     """Return the net for pixels, with the train rows' mean and deviation of each channel."""
     pixels = (rows.images.float() / 255).transpose(0, 1).flatten(1)  # [channels, all pixels]
-    both = pixels.mean(1).tolist(), pixels.std(1, correction=0).tolist()
-    mean, std = ([round(each, 4) for each in channels] for channels in both)
+    mean = [round(each, 4) for each in pixels.mean(1).tolist()]
+    std = [round(each, 4) for each in pixels.std(1, correction=0).tolist()]
     channels, height, width = rows.images.shape[1:]
     net = CNN(task.outputs, (channels, height, width))
     net.to(torch.float64 if float64 else torch.float32).to(memory_format=torch.channels_last)
@@ -68,8 +68,8 @@ def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
 
 def make_task(rows: Rows) -> Task:
     """Return the task. For rare classes, add `weights=balanced(rows.targets)`, on the device."""
-    del rows
-    return Classification([*"0123456789"], smoothing=0.1)
+    classes = [str(label) for label in range(int(rows.targets.max()) + 1)]
+    return Classification(classes, smoothing=0.1)
 
 
 def make_recipe(rows: Rows, arguments: argparse.Namespace) -> Recipe:

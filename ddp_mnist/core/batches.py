@@ -5,7 +5,6 @@ batches, the same on every rank, and Accelerate gives each rank its part of each
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,14 +40,6 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self.images.index_select(0, rows), self.targets[rows], indices
 
     __getitems__ = take  # the name by which DataLoader calls it
-
-
-def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
-    """Return how many of these images, [N, C, H, W], to evaluate at once; it changes no result.
-
-    500 small images would not keep a GPU busy; 55 of 224x224 do.
-    """
-    return max(1, min(4000 if on_gpu else 500, 2**23 // math.prod(images.shape[1:])))
 
 
 # --- Their order

@@ -65,7 +65,7 @@ def fit(
             run.save(state)
             raise StopRequested(progress.step, requests)
 
-    def after_eval_batch() -> None:
+    def check_for_stop() -> None:  # after each batch of an evaluation
         stop_if_any(sum_over_ranks(accelerator, run.stop_requests))
 
     while progress.epoch < recipe.epochs and not progress.stopped_by:
@@ -77,9 +77,9 @@ def fit(
             augmentations = augmentation_table(recipe, train_rows, seed, epoch).to(device)
         meter.restart_clock()
         for micro_batches in meter.steps_of(loader):
-            step = progress.step + 1  # counted from 1
-            ends_epoch = step == steps_before + recipe.steps_per_epoch
-            log_due = ends_epoch or step % run.log_every == 0
+            this_step = progress.step + 1  # counted from 1
+            ends_epoch = this_step == steps_before + recipe.steps_per_epoch
+            log_due = ends_epoch or this_step % run.log_every == 0
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
@@ -106,21 +106,21 @@ def fit(
             # At a log line, a save, or else about once a second, at the same step on all ranks,
             # wait for the GPU. (fp16 waits in each step, to see whether its gradients overflowed.)
             save_due = meter.is_save_due(run.checkpoint_every)
-            if not (log_due or save_due or step >= meter.next_sync_step):
+            if not (log_due or save_due or this_step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(run.stop_requests)  # one all-reduce; may raise Diverged
-            run.log(step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
+            run.log(this_step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
             stop_if_any(stop_requests)
             if save_due:
                 run.save(state)
-                meter.note_save()
+                meter.mark_saved()
 
         # Validate. Rank 0 counts and sends its numbers to all, so all decide alike.
         validation = None
         if len(val_rows):
             run.phase("validation")
             tested = as_tested(net, model)
-            validation = evaluate_split(accelerator, tested, val_loader, task, after_eval_batch)
+            validation = evaluate_split(accelerator, tested, val_loader, task, check_for_stop)
         means = state.end_epoch(recipe, validation)  # counts the epoch, and may stop early
         run.log_epoch(state, means, validation)
 
@@ -129,5 +129,5 @@ def fit(
     run.save(state)
     run.phase("test")
     final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
-    test = evaluate_split(accelerator, as_tested(final_net), test_loader, task, after_eval_batch)
+    test = evaluate_split(accelerator, as_tested(final_net), test_loader, task, check_for_stop)
     return run.finish(state, final_net, test)

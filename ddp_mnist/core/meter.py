@@ -62,13 +62,16 @@ class Meter:
         least = max(SAVE_STEPS, SAVE_S * self.agreed_steps_per_s)
         return step % SAVE_STEPS == 0 and step - self.last_save >= least
 
-    def note_save(self) -> None:
+    def mark_saved(self) -> None:
         """Note that this step was saved, and exclude that time from the training's seconds."""
         self.last_save = self.progress.step
         self.restart_clock()
 
     def steps_of(self, loader: Any) -> Iterator[list[Any]]:
-        """Yield the micro-batches of each step, and count the seconds of waiting for them."""
+        """Yield the micro-batches of each step, and count the seconds of waiting for them.
+
+        Those of a step are held at once, as the bytes of its images.
+        """
         batches, clock = iter(loader), time.monotonic()
         while micro_batches := [*islice(batches, self.recipe.grad_accum)]:
             self.waited_s += time.monotonic() - clock

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Shape = tuple[int, int, int]  # channels, height, width
-# Raise it when a net's results change for the same weights; older files are then refused.
-VERSION = 4
 MNIST: Shape = (1, 28, 28)
 
 

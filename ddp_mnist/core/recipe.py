@@ -17,7 +17,7 @@ class Recipe:
     augment: str = ""  # strokes, pictures or characters, see augment.py; "": not at all
     grad_accum: int = 1  # micro-batches per step
     max_grad_norm: float | None = None  # each step's gradient is clipped to it
-    target_accuracy: float | None = None  # of a validation that ends the run
+    target_accuracy: float | None = None  # a validation's score that ends the run
     patience: int | None = None  # epochs without a better validation that end it
 
     @property

@@ -17,7 +17,11 @@ from .wrappers import Normalised
 
 
 class Run:
-    """A plain run. Derive yours to report elsewhere, or more; all ranks call each method."""
+    """A plain run. Derive yours to report elsewhere, or more; all ranks call each method.
+
+    `fit` calls the seven methods and reads `log_every`, `checkpoint_every` and `stop_requests`. The
+    rest is how this run does it.
+    """
 
     log_every = 100  # optimizer steps between lines
     checkpoint_every: int | None = 100  # optimizer steps; None: by the clock, see meter.py

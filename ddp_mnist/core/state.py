@@ -108,15 +108,6 @@ class Progress:
         line, self.since_log = self.since_log.means(), Sums()
         return line
 
-    def decide_to_stop(self, recipe: Recipe) -> None:
-        """Set stopped_by, after a validation."""
-        target, patience = recipe.target_accuracy, recipe.patience
-        self.stopped_by = None
-        if target is not None and self.score is not None and self.score >= target:
-            self.stopped_by = "target_accuracy"
-        elif patience is not None and self.epoch - self.best_epoch >= patience:
-            self.stopped_by = "patience"
-
 
 @dataclass
 class State:
@@ -144,8 +135,18 @@ class State:
                 if recipe.patience is not None:
                     weights = self.net.state_dict()
                     self.best_weights = {name: w.clone() for name, w in weights.items()}
-            progress.decide_to_stop(recipe)
+            self.decide_to_stop(recipe)
         return means
+
+    def decide_to_stop(self, recipe: Recipe) -> None:
+        """Set `stopped_by`, after a validation."""
+        progress, target, patience = self.progress, recipe.target_accuracy, recipe.patience
+        score = math.nan if progress.score is None else progress.score
+        progress.stopped_by = None
+        if target is not None and math.isfinite(score) and not self.task.better(target, score):
+            progress.stopped_by = "target_accuracy"
+        elif patience is not None and progress.epoch - progress.best_epoch >= patience:
+            progress.stopped_by = "patience"
 
     def with_best_weights(self, net: Net) -> Net:
         """Return the net with the weights of the best validation, if any are kept.
@@ -191,11 +192,9 @@ class State:
             device = next(self.net.parameters()).device
             self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
         progress = self.progress = Progress.from_dict(content["progress"])
-        if (
-            recipe.patience is not None and self.best_weights is None
-        ):  # none yet: the search begins here
+        if recipe.patience is not None and self.best_weights is None:  # the search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
         self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
-            progress.decide_to_stop(recipe)
+            self.decide_to_stop(recipe)

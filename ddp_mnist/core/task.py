@@ -22,7 +22,8 @@ class Task:
 
     The targets of an image are the numbers in `columns` of its row, float32 [B, columns] for a
     batch. The outputs are what the net returns for it, float [B, outputs]; in double precision for
-    a run in float64. `mean` and `std` are the targets' over the train images, one for each column.
+    a run in float64. `mean` and `std` are the targets' over the train images, one for each column;
+    classes have neither.
     """
 
     columns: tuple[str, ...] = ()  # of the table of the images
@@ -77,11 +78,6 @@ class Task:
             raise ValueError(f"metrics gives {taken.pop()}, which has another value already")
         return {"score": score, "scores": {name: float(x) for name, x in more.items()}}
 
-    def answer(self, outputs: Tensor, _top: int) -> dict[str, Any]:
-        """Return the answer for one image, from its outputs [1, outputs], to be written as JSON."""
-        numbers = [float(f"{x:.7g}") for x in self.predict(outputs)[0].tolist()]
-        return {"prediction": dict(zip(self.names, numbers, strict=True))}
-
 
 @dataclass
 class Classification(Task):
@@ -131,14 +127,6 @@ class Classification(Task):
         arrays = predictions.numpy(), targets.numpy()
         found = classification_metrics(*arrays, self.outputs, self.scores)
         return {"score": found.pop("accuracy"), "scores": found.pop("scores"), "details": found}
-
-    def answer(self, outputs: Tensor, top: int) -> dict[str, Any]:
-        """Return the most likely class for one image, and the probabilities of the `top` ones."""
-        shares = zip(self.classes, outputs.softmax(1)[0].tolist(), strict=True)
-        likely = sorted(shares, key=lambda pair: -pair[1])[:top]
-        probabilities = {name: round(share, 6) for name, share in likely}
-        label, share = next(iter(probabilities.items()))
-        return {"label": label, "probability": share, "probabilities": probabilities}
 
 
 def balanced(labels: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.config import own_code
-from ddp_mnist.core.nets import VERSION
 from ddp_mnist.core.task import Task
 from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
@@ -22,6 +21,9 @@ from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.system.text import reason
 from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
+
+# Raise it when a net of ours gives other results for the same weights: older files are then refused
+NETS_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def to_bytes(
         "classes": task.names,
         "code": "" if is_known(architecture) else own_code.digest("--model", architecture),
         "preparation": dataclasses.asdict(image_format),
-        "version": VERSION,
+        "version": NETS_VERSION,
         **({"task": about_numbers} if (about_numbers := about_task(task)) else {}),
     }
     return save(cpu_copies(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
@@ -88,9 +90,9 @@ def from_bytes(content: bytes, where: str) -> TrainedModel:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
         name, classes, version = about["architecture"], about["classes"], about.get("version", 1)
-        if version != VERSION:
+        if version != NETS_VERSION:
             raise CheckpointError(
-                f"{where}: holds a net of version {version}, these are of version {VERSION};"
+                f"{where}: holds a net of version {version}, these are of version {NETS_VERSION};"
                 " use the code that trained it, or train it again"
             )
         image_format = ImageFormat.from_dict(about["preparation"])

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, why_unread
 from ddp_mnist.data.image_format import ImageFormat
@@ -101,10 +103,8 @@ def load(flags: Predict) -> TrainedModel:
 def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
-    With numbers instead of classes it is {file, prediction}, see `Task.answer`.
-
-    For a file that cannot be read yield {file, error}; once all others are labelled, a DataError
-    names it.
+    With numbers instead of classes it is {file, prediction}. For a file that cannot be read yield
+    {file, error}; once all others are labelled, a DataError names it.
     """
     made = trained.image_format
     digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
@@ -120,7 +120,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
             errors.append(f"{file}: {error}")
             yield {"file": str(file), "error": str(error)}
             continue
-        found = trained.task.answer(outputs, flags.top or LISTED)
+        found = prediction_of(trained.task, outputs, flags.top or LISTED)
         if flags.show:
             seen.append((titled(file.name, in_short(found)), image))
         yield {"file": str(file), **found}
@@ -129,6 +129,18 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
     if errors:
         several = f" ({len(errors)} of {len(files):,} files have no answer)"
         raise DataError(errors[0] + (several if len(errors) > 1 else ""))
+
+
+def prediction_of(task: Task, outputs: Tensor, top: int) -> dict[str, Any]:
+    """Return what the outputs [1, outputs] for an image mean, for JSON, with the `top` classes."""
+    if not isinstance(task, Classification):
+        numbers = [float(f"{x:.7g}") for x in task.predict(outputs)[0].tolist()]
+        return {"prediction": dict(zip(task.names, numbers, strict=True))}
+    shares = zip(task.classes, outputs.softmax(1)[0].tolist(), strict=True)
+    likely = sorted(shares, key=lambda pair: -pair[1])[:top]
+    probabilities = {name: round(share, 6) for name, share in likely}
+    label, share = next(iter(probabilities.items()))
+    return {"label": label, "probability": share, "probabilities": probabilities}
 
 
 def in_short(found: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ import PIL.Image
 import torch
 
 from ddp_mnist.config.flag_fields import flag_name
-from ddp_mnist.core.batches import eval_batch_size
+from ddp_mnist.core.evaluation import eval_batch_size
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import find_source

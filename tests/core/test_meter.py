@@ -84,7 +84,7 @@ def simulated(
             synced.append(progress.step)
         if save:
             clock.now += 1
-            made.note_save()
+            made.mark_saved()
             saved.append(progress.step)
     return synced, saved
 

@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from ddp_mnist.config.recipe import NETS
-from ddp_mnist.core.nets import CNN, MODELS, VERSION
+from ddp_mnist.core.nets import CNN, MODELS
 from ddp_mnist.core.wrappers import Normalised, ShiftedViews, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.task import Classification, Task
+from ddp_mnist.training.model_file import NETS_VERSION
 from tests.data_sets import COLOUR, GREY, images
 
 PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
@@ -105,8 +106,8 @@ def test_larger_images_get_more_blocks(side: int, blocks: int, maps: int) -> Non
 def test_the_same_weights_compute_the_same_in_this_version(
     name: str, image_format: ImageFormat, expected: float
 ) -> None:
-    """Fails when old weights would mean something else: then raise VERSION."""
-    assert VERSION == 4
+    """Fails when old weights would mean something else: then raise NETS_VERSION."""
+    assert NETS_VERSION == 4
     net = MODELS[name](3, image_format.shape).double().eval()
     for number, tensor in enumerate(net.state_dict().values()):
         if tensor.is_floating_point():

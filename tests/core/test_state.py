@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from ddp_mnist.core.errors import Diverged
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.state import Progress, State, Sums
-from ddp_mnist.core.task import Classification
+from ddp_mnist.core.task import Classification, Task
 from tests.run_checks import fit_recipe
 
 
@@ -76,7 +77,8 @@ def test_when_a_run_ends_early(
 
 
 def test_a_recipe_that_asks_for_more_goes_on() -> None:
-    progress = Progress(epoch=4, score=0.9, best_score=0.9, best_epoch=2)
+    state, _ = begun()
+    state.progress = Progress(epoch=4, score=0.9, best_score=0.9, best_epoch=2)
     for recipe, flag in (
         (fit_recipe(target_accuracy=0.9), "target_accuracy"),
         (fit_recipe(target_accuracy=0.91), None),
@@ -84,8 +86,26 @@ def test_a_recipe_that_asks_for_more_goes_on() -> None:
         (fit_recipe(patience=3), None),
         (fit_recipe(), None),
     ):
-        progress.decide_to_stop(recipe)
-        assert progress.stopped_by == flag
+        state.decide_to_stop(recipe)
+        assert state.progress.stopped_by == flag
+
+
+@pytest.mark.parametrize(
+    ("scores", "epoch"), [([0.5, 0.3, 0.1], 2), ([math.nan, 0.31, 0.2], 3), ([math.inf, 0.3], 2)]
+)
+def test_a_score_of_which_less_is_better_reaches_its_target_from_above(
+    scores: list[float], epoch: int
+) -> None:
+    class Distance(Task):
+        def better(self, score: float, best: float) -> bool:
+            return score < best
+
+    state, progress = begun()
+    state.task = Distance([], [])
+    for score in scores:
+        if not progress.stopped_by:
+            state.end_epoch(fit_recipe(target_accuracy=0.3), validated(score))
+    assert (progress.epoch, progress.stopped_by) == (epoch, "target_accuracy")
 
 
 def ranks(count: int, scaler: bool) -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist.core.nets import MODELS, VERSION
+from ddp_mnist.core.nets import MODELS
 from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
+from ddp_mnist.training.model_file import NETS_VERSION
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
@@ -78,7 +79,7 @@ def test_equal_weights_give_equal_bytes() -> None:
 
 def described(**changes: Any) -> str:
     """Return the metadata of an mlp, with changes."""
-    about = {"architecture": "mlp", "classes": CLASSES, "code": "", "version": VERSION}
+    about = {"architecture": "mlp", "classes": CLASSES, "code": "", "version": NETS_VERSION}
     about["preparation"] = asdict(PREPARED)
     return json.dumps({**about, **changes}, sort_keys=True)
 
@@ -110,8 +111,8 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
     for about, message in (
         (described(architecture="vgg:A"), "^runs/x: --model vgg:A: ModuleNotFoundError: "),
         (described(architecture="torchvision:vg"), "^runs/x: --model torchvision:vg: torchvision"),
-        (described(version=1), other.format(1, VERSION)),
-        (described(version=VERSION + 1), other.format(VERSION + 1, VERSION)),
+        (described(version=1), other.format(1, NETS_VERSION)),
+        (described(version=NETS_VERSION + 1), other.format(NETS_VERSION + 1, NETS_VERSION)),
     ):
         with pytest.raises(CheckpointError, match=message):
             model_file.from_bytes(with_metadata(content, {"ddp_mnist": about}), "runs/x")
