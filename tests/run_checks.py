@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
-from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core import recipe as core
 from ddp_mnist.system.files import read_json
@@ -30,11 +29,6 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
     return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
-
-
-def recipe_of(processes: int = 1, **recipe: Any) -> ResolvedRecipe:
-    """Return a recipe as it is resolved for the digits."""
-    return resolve_recipe(Recipe(**recipe), 1437, processes)
 
 
 def fit_recipe(**recipe: Any) -> core.Recipe:

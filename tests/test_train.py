@@ -127,8 +127,8 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     steps, validations = metrics(run), metrics(run, "val_accuracy")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["lr"] for line in steps] == seen.learning_rates
-    recipe = resolve_recipe(watch.proof_config().recipe, 1437, 1)
-    assert seen.learning_rates == [*map(recipe.for_fit("").learning_rate, range(STEPS))]
+    _, recipe = resolve_recipe(watch.proof_config().recipe, 1437, 1)
+    assert seen.learning_rates == [*map(recipe.learning_rate, range(STEPS))]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
     assert read_json(run / "config.json")["recipe"]["val_size"] == 287

@@ -31,7 +31,7 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.core.augment import augment, augmentation_table
 from ddp_mnist.core.batches import GlobalBatchSampler
 from ddp_mnist.core.optim import make_optimizer
@@ -102,13 +102,13 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
     flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
         images = cache.load(dataset)
-        pictures = images.image_format.pictures
-        full = resolve_recipe(Recipe(), len(images.rows["train"]), size, pictures=pictures)
-        steps = min(STEPS, len(images.rows["train"]) // full.batch_size)
-        recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
+        rows, kind = len(images.rows["train"]), images.image_format.kind
+        resolved, full = resolve_recipe(Recipe(), rows, size, kind=kind)
+        steps = min(STEPS, rows // full.batch_size)
+        recipe = replace(full, epochs=1, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)
-        config = ResolvedConfig(RunFlags(dataset=dataset, quiet=True), flags, recipe=recipe)
-        run = make_run(config, world, short)
+        config = TrainConfig(RunFlags(dataset=dataset, quiet=True), resolved, flags)
+        run = make_run(config, recipe, world, short)
         if kind == "plain":
             seconds = train_plain(run)
         else:

@@ -5,10 +5,10 @@ PRESETS has what --preset chooses.
 
 import math
 import re
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
-from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
+from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name
 from ddp_mnist.config.mistakes import MISTAKES, check_mistake
 from ddp_mnist.core import recipe as core
 from ddp_mnist.errors import UsageError
@@ -146,48 +146,22 @@ class Recipe(Flags):
                 raise UsageError(f"{flag_name(name)}: needs validation images; {fix}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRecipe(Recipe):
-    """A recipe with every default filled in for one data set and number of processes."""
-
-    steps_per_epoch: int
-    if TYPE_CHECKING:  # never None here; fields of their own would no longer be Recipe's flags
-        model: str
-        epochs: int
-        batch_size: int
-        optimizer: str
-        lr: float
-        augment: bool
-        val_size: int
-
-    @property
-    def total_steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    def for_fit(self, kind: str) -> core.Recipe:
-        """Return the recipe of `fit` for images of this kind, see `ImageFormat.kind`."""
-        names = [field.name for field in fields(core.Recipe)]
-        needed = {name: getattr(self, name) for name in names}
-        return core.Recipe(**needed | {"augment": kind if self.augment else ""})
-
-
 def resolve_recipe(
     recipe: Recipe,
     rows: int,
     world_size: int,
     val_rows: int | None = None,
-    pictures: bool = False,
+    kind: str = "strokes",
     resumes: bool = False,
-) -> ResolvedRecipe:
-    """Return the recipe with every open value chosen for this data and world size.
+) -> tuple[Recipe, core.Recipe]:
+    """Return the flags with every open value chosen for this data and world size, and for `fit`.
 
     `rows` is the size of the train split, including the `val_rows` held out for validation (by
-    default as many as asked for). `pictures` is true unless the images are bright strokes on black.
-    With `resumes`, the batch size is the earlier run's.
-    Raise UsageError for values that do not fit the data or the world size.
+    default as many as asked for). `kind` is `ImageFormat.kind`. With `resumes`, the batch size is
+    the earlier run's. Raise UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
-    defaults = preset.pictures if pictures else preset.strokes
+    defaults = preset.strokes if kind == "strokes" else preset.pictures
     model = recipe.model or defaults.model
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
@@ -202,23 +176,25 @@ def resolve_recipe(
     augment = recipe.augment
     if augment is None:  # a mirrored or shifted image may have other targets
         augment = defaults.augment and not recipe.task
-    resolved = {
-        "model": model,
-        "epochs": recipe.epochs or epochs,
-        "batch_size": batch_size,
-        "val_size": val_size,
-        "optimizer": optimizer,
-        "lr": recipe.lr or lr,
-        "augment": augment,
-        "steps_per_epoch": steps_per_epoch,
-    }
-    found = ResolvedRecipe(**flag_values(recipe) | resolved)
+    flags = replace(
+        recipe,
+        model=model,
+        epochs=recipe.epochs or epochs,
+        batch_size=batch_size,
+        val_size=val_size,
+        optimizer=optimizer,
+        lr=recipe.lr or lr,
+        augment=augment,
+    )
+    shared = {f.name for f in fields(core.Recipe)} - {"steps_per_epoch", "augment"}
+    needed = {name: getattr(flags, name) for name in shared}
+    found = core.Recipe(**needed, steps_per_epoch=steps_per_epoch, augment=kind if augment else "")
     # A fifth of four images or fewer rounds down to 0.
     fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
-    found.refuse_unvalidated(val_rows, fix)
-    if found.inject:
-        check_mistake(found.inject, world_size, found.epochs, found.total_steps)
-    return found
+    recipe.refuse_unvalidated(val_rows, fix)
+    if recipe.inject:
+        check_mistake(recipe.inject, world_size, found.epochs, found.total_steps)
+    return flags, found
 
 
 def _batch_size(

@@ -18,7 +18,7 @@ from ddp_mnist.config.flag_fields import (
 )
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import MISTAKES
-from ddp_mnist.config.recipe import PRESETS, Recipe, ResolvedRecipe
+from ddp_mnist.config.recipe import PRESETS, Recipe
 from ddp_mnist.errors import UsageError
 
 
@@ -135,10 +135,3 @@ class TrainConfig:
             name = contradicting[0]
             typed, other = (typed_flag(each, getattr(self.recipe, each)) for each in (name, own))
             raise UsageError(f"{typed}: has no part in {other}; leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedConfig(TrainConfig):
-    """The flags, with the recipe resolved for this data and number of processes."""
-
-    recipe: ResolvedRecipe

@@ -17,7 +17,7 @@ from ddp_mnist.training.training_run import TrainingRun
 
 def make_net(run: TrainingRun) -> Normalised:
     """Return the run's net, in float64 with fp64; with the weights of --weights, if any."""
-    name, world = run.config.recipe.model, run.world
+    name, world = run.model, run.world
     net = build_net(name, run.task, run.images.image_format)
     load_initial_weights(run, net)
     if world.precision == "fp64":
@@ -37,8 +37,8 @@ def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
     """
     if not run.found.weights or run.config.resumes:
         return None
-    name, task = run.config.recipe.model, run.task
-    return load_weights(net.net, name, run.found.weights, task.names, task.outputs)
+    task = run.task
+    return load_weights(net.net, run.model, run.found.weights, task.names, task.outputs)
 
 
 def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
@@ -48,15 +48,15 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe, image_format, world = run.config.recipe, run.images.image_format, run.world
-    make = partial(build_net, recipe.model, run.task, image_format)
+    make = partial(build_net, run.model, run.task, image_format)
     sync_bn = run.config.distribution.sync_bn
     sharers = 1 if sync_bn else world.store.world_size
-    at_once = recipe.batch_size // recipe.grad_accum // sharers
-    trial.check(net := make(), recipe.model, run.task.outputs, image_format.shape, at_once)
+    at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
+    trial.check(net := make(), run.model, run.task.outputs, image_format.shape, at_once)
     if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         flag = "--sync-bn" if sync_bn else "--inject batchnorm"
         raise UsageError(
-            f"{flag}: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+            f"{flag}: {run.model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
     if origin := load_initial_weights(run, net):
         console.print(f"weights    {origin}")
@@ -65,7 +65,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         train = subset(run.images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(run.task, named, targets.to(world.accelerator.device))
-    if is_known(recipe.model):
+    if is_known(run.model):
         return run
-    lost = trial.check_state(make, recipe.model, image_format.shape)
+    lost = trial.check_state(make, run.model, image_format.shape)
     return replace(run, images=run.images.with_caveat(lost)) if lost else run

@@ -9,7 +9,7 @@ import torch
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
-from ddp_mnist.config.train_config import ResolvedConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.system.console import Console
@@ -32,7 +32,7 @@ ONE_LINE = 69  # columns next to the name of a line
 def plan_text(run: TrainingRun, folder: Path | None) -> str:
     """Return the resolved run as lines with names, to show before its first step."""
     config, world, images = run.config, run.world, run.images
-    recipe, size = config.recipe, world.store.world_size
+    recipe, size = run.recipe, world.store.world_size
     train_rows, val_rows, test_rows = map(len, rows_of_splits(images))
     steps = recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
@@ -47,21 +47,21 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {test_rows:,} test images, {targets}",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **(class_lines(images, recipe.class_weights) if images.classes else {}),
+        **(class_lines(images, config.recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.caveats)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}{compiled}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
-        "model": f"{recipe.model}, seed {config.run.seed}",
+        "model": f"{run.model}, seed {config.run.seed}",
         "recipe": recipe_line(config, images),
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
 
 
-def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
+def recipe_line(config: TrainConfig, images: ImageData) -> str:
     """Return how the images are trained on, for which it was chosen, and the flags that were typed.
 
     A resumed run keeps its original settings, except these flags.

@@ -160,8 +160,8 @@ class RecordedRun(Run):
         self.folder.log(progress.step, {"epoch": progress.epoch - 1, **test.as_log_line("test")})
         if self.is_rank0:
             warn_unless_finite(test)
-        model, image_format = run.config.recipe.model, run.images.image_format
-        content = model_file.to_bytes(net.net.state_dict(), model, run.task, image_format)
+        state_dict, image_format = net.net.state_dict(), run.images.image_format
+        content = model_file.to_bytes(state_dict, run.model, run.task, image_format)
         self.folder.write_bytes(MODEL, content)
         outcome = result.summarise(run, state, test)
         outcome["model_sha256"] = hashlib.sha256(content).hexdigest()

@@ -28,7 +28,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
     """
     config, world, images, progress = run.config, run.world, run.images, state.progress
     recipe, weights = config.recipe, run.found.weights
-    images_trained_on = progress.step * recipe.batch_size
+    images_trained_on = progress.step * run.recipe.batch_size
     device = world.device_name
     gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
     return {
@@ -43,7 +43,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "resumed_from": progress.resumed_from,
-        "global_batch_size": recipe.batch_size,
+        "global_batch_size": run.recipe.batch_size,
         "world_size": world.store.world_size,
         "num_machines": world.num_machines,
         "device": device,

@@ -144,7 +144,7 @@ def load_latest(
     precision, was = (each["distribution"]["mixed_precision"] for each in (now, before))
     if "fp64" in (precision, was):  # the dtype of the weights
         refuse_another("mixed_precision", precision, was, path)
-    recipe = run.config.recipe
+    recipe = run.recipe
     if step > recipe.total_steps:
         raise UsageError(
             f"--epochs {recipe.epochs}: the run is already beyond that, at step {step}; ask for at"

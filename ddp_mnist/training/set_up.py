@@ -20,7 +20,8 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import from_anywhere
@@ -105,9 +106,9 @@ def resolve_run(
     if earlier:
         resume.check_same_images(name, images.digest, earlier)
     images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
-    resolved = resolve(config, name, images, world.store.world_size)
-    images = without_seen(images, resolved, found, earlier)
-    return make_run(resolved, world, images, found)
+    config, recipe = resolve(config, name, images, world.store.world_size)
+    images = without_seen(images, config, found, earlier)
+    return make_run(config, recipe, world, images, found)
 
 
 def load_images(
@@ -136,14 +137,18 @@ def load_images(
     return name, replace(images, warnings=warnings)
 
 
-def resolve(config: TrainConfig, dataset: str, images: ImageData, processes: int) -> ResolvedConfig:
-    """Return the flags with the recipe resolved, and with places that hold in any folder.
+def resolve(
+    config: TrainConfig, dataset: str, images: ImageData, processes: int
+) -> tuple[TrainConfig, Recipe]:
+    """Return the flags, resolved and with places that hold in any folder, and the recipe of `fit`.
 
     Raises as `resolve_recipe` does, and UsageError if the run has too few steps to profile.
     """
-    flags, val_rows = config.run, len(images.rows["validation"])
-    rows, pictures = len(images.rows["train"]) + val_rows, images.image_format.pictures
-    recipe = resolve_recipe(config.recipe, rows, processes, val_rows, pictures, config.resumes)
+    flags, kind, val_rows = config.run, images.image_format.kind, len(images.rows["validation"])
+    rows = len(images.rows["train"]) + val_rows
+    resolved, recipe = resolve_recipe(
+        config.recipe, rows, processes, val_rows, kind, config.resumes
+    )
     if flags.profile and flags.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(
             f"--profile {flags.profile}: the run has {recipe.total_steps} steps, of which the"
@@ -151,8 +156,7 @@ def resolve(config: TrainConfig, dataset: str, images: ImageData, processes: int
         )
     cache_dir = flags.cache_dir and str(cache.cache_folder(flags.cache_dir).absolute())
     run = replace(flags, dataset=from_anywhere(dataset), cache_dir=cache_dir)
-    others = config.distribution, config.typed, config.resumes
-    return ResolvedConfig(run, *others, recipe=recipe)
+    return replace(config, run=run, recipe=resolved), recipe
 
 
 def without_seen(

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import UsageError
 
@@ -13,7 +12,7 @@ from ddp_mnist.errors import UsageError
 MNIST, DIGITS = 60_000, 1437
 
 
-PICTURES: dict[str, Any] = {"pictures": True}
+PICTURES: dict[str, Any] = {"kind": "pictures"}
 ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
 
 
@@ -45,11 +44,11 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
 def test_the_data_set_decides_batch_size_and_epochs(
     rows: int, given: dict[str, Any], batch_size: int, val_size: int, epochs: int
 ) -> None:
-    typed = {name: given[name] for name in given if name not in ("world_size", "pictures")}
-    recipe = resolve_recipe(
-        Recipe(**typed), rows, given.get("world_size", 1), pictures="pictures" in given
-    )
-    assert (recipe.batch_size, recipe.val_size, recipe.epochs) == (batch_size, val_size, epochs)
+    typed = {name: given[name] for name in given if name not in ("world_size", "kind")}
+    size, kind = given.get("world_size", 1), given.get("kind", "strokes")
+    flags, recipe = resolve_recipe(Recipe(**typed), rows, size, kind=kind)
+    assert (flags.batch_size, flags.val_size, flags.epochs) == (batch_size, val_size, epochs)
+    assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
     assert recipe.steps_per_epoch == (rows - val_size) // batch_size
 
 
@@ -72,21 +71,23 @@ def test_the_net_decides_optimizer_and_learning_rate(
     models: tuple[str, ...], preset: str, typed: str | None, optimizer: str, lr: float
 ) -> None:
     for model in models:
-        found = resolve_recipe(Recipe(preset, model, optimizer=typed), DIGITS, 1)
-        assert (found.optimizer, found.lr) == (optimizer, lr)
+        flags, recipe = resolve_recipe(Recipe(preset, model, optimizer=typed), DIGITS, 1)
+        assert (flags.optimizer, flags.lr) == (recipe.optimizer, recipe.lr) == (optimizer, lr)
 
 
 def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise() -> None:
-    for typed, pictures in itertools.product((None, True, False), (True, False)):
-        found = resolve_recipe(Recipe(augment=typed), DIGITS, 1, pictures=pictures)
-        assert found.augment is (pictures if typed is None else typed)
-        assert found.model == ("cnn_deep" if pictures else "cnn")
+    kinds = ("strokes", "pictures", "characters")
+    for typed, kind in itertools.product((None, True, False), kinds):
+        flags, recipe = resolve_recipe(Recipe(augment=typed), DIGITS, 1, kind=kind)
+        assert flags.augment is (kind != "strokes" if typed is None else typed)
+        assert recipe.augment == (kind if flags.augment else "")
+        assert flags.model == ("cnn" if kind == "strokes" else "cnn_deep")
 
 
 def test_what_is_given_stays() -> None:
     given: dict[str, Any] = {"model": "cnn", "epochs": 1, "batch_size": 64, "optimizer": "adamw"}
     recipe = Recipe(**given, lr=0.5, augment=True, val_size=437)
-    assert flag_values(resolve_recipe(recipe, DIGITS, 2)) == flag_values(recipe)
+    assert resolve_recipe(recipe, DIGITS, 2)[0] == recipe
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
 
 def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
     """It must stay, so the line advises what may change."""
-    shared = resolve_recipe(Recipe(batch_size=24, grad_accum=2), DIGITS, 3, resumes=True)
+    _, shared = resolve_recipe(Recipe(batch_size=24, grad_accum=2), DIGITS, 3, resumes=True)
     assert shared.batch_size == 24
     with pytest.raises(UsageError) as refused:
         resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
@@ -136,12 +137,12 @@ def test_resolved_values_are_legal_and_resolving_is_done_once(rows: int) -> None
             with pytest.raises(UsageError, match=f"--batch-size: must be divisible by {least} "):
                 resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
             continue
-        recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+        flags, recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
         assert recipe.batch_size % least == 0
         assert 0 < recipe.batch_size <= train_rows
         assert recipe.batch_size < 144 + least
-        assert recipe.val_size == val_size
+        assert flags.val_size == val_size
         steps = train_rows // recipe.batch_size
         assert recipe.epochs * steps >= 300
         assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
-        assert resolve_recipe(recipe, rows, world_size) == recipe
+        assert resolve_recipe(flags, rows, world_size) == (flags, recipe)

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.config.recipe import resolve_recipe
-from ddp_mnist.config.train_config import ResolvedConfig, TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat
@@ -17,9 +17,8 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.from_flags(typed)
-        recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
-        groups = (config.run, config.distribution, config.typed, resumes)
-        return plan.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
+        flags, _ = resolve_recipe(config.recipe, 408, 1, 81, kind="pictures")
+        return plan.recipe_line(replace(config, recipe=flags, resumes=resumes), photos)
 
     assert said(preset="fast") == (
         "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"

@@ -2,13 +2,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.training.found import Found
 from ddp_mnist.training.saved_config import must_be_equal
 from ddp_mnist.training.training_run import TrainingRun
-from tests.run_checks import fit_recipe, recipe_of
+from tests.run_checks import fit_recipe
 
 
 def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
@@ -18,9 +19,9 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
     runs = (
         TrainingRun(
-            ResolvedConfig(*flags, recipe=recipe_of()), world, images, Found(), task, fit_recipe()
+            TrainConfig(run, Recipe(), distribution), world, images, Found(), task, fit_recipe()
         )
-        for flags in (
+        for run, distribution in (
             (RunFlags(dataset="digits"), Distribution(mixed_precision="auto", backend="auto")),
             (RunFlags(dataset="/data", run_dir="x", cache_dir="y", quiet=True), own),
         )

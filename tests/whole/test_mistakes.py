@@ -10,13 +10,13 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.mistakes import MISTAKES
-from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
-from tests.run_checks import metrics, recipe_of, what_it_says, with_flags
+from tests.run_checks import metrics, what_it_says, with_flags
 
 BATCHNORM = TrainConfig.from_flags({"inject": "batchnorm"})
 
@@ -53,7 +53,7 @@ def test_a_run_with_a_fault_says_so_in_all_that_it_leaves(
 
 def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
     rates = [line["lr"] for line in metrics(run[0])]
-    recipe = resolve_recipe(config(None).recipe, 1437, 2).for_fit("")
+    _, recipe = resolve_recipe(config(None).recipe, 1437, 2)
     right = [*map(recipe.learning_rate, range(30))]
     assert rates == right[::2] + [0] * 15
 
@@ -77,12 +77,13 @@ def test_a_run_too_small_for_a_fault_is_refused(name: str) -> None:
         rf"^--inject {name}: in so small a run it changes nothing; least: ",
     )
     for processes, epochs in ((1, 1), (1, 2), (2, 1)):
+        recipe = Recipe(inject=name, epochs=epochs)
         enough = processes >= fault.processes and epochs >= fault.epochs
         if enough and 15 * epochs >= fault.steps:
-            assert recipe_of(processes, inject=name, epochs=epochs).inject == name
+            resolve_recipe(recipe, 1437, processes)
         else:
             with pytest.raises(UsageError, match=refused):
-                recipe_of(processes, inject=name, epochs=epochs)
+                resolve_recipe(recipe, 1437, processes)
 
 
 def test_batchnorm_takes_a_net_that_has_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
-from ddp_mnist.config.train_config import ResolvedConfig, RunFlags
+from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, DdpMnistError
 from ddp_mnist.system.text import count, reason
@@ -254,9 +254,10 @@ def faulty_devices(group: Group) -> list[CheckResult]:
 def training(group: Group) -> list[CheckResult]:
     """Train on the digits: weights must be equal on all ranks, and accurate."""
     images = cache.load("digits", group.options.cache_dir)
-    recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.rows["train"]), group.size)
-    config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
-    run = make_run(config, group.world, images.hold_out(recipe.val_size))
+    given, rows = Recipe(epochs=EPOCHS), len(images.rows["train"])
+    flags, recipe = resolve_recipe(given, rows, group.size)
+    config = TrainConfig(run=RunFlags(dataset="digits", quiet=True), recipe=flags)
+    run = make_run(config, recipe, group.world, images.hold_out(given.val_size_of(rows)))
     with listen() as stop:
         summary = train.fit_recorded(RecordedRun(run, stop))
     group.world.accelerator.free_memory()

@@ -98,7 +98,8 @@ def config_of(flags: Verify) -> TrainConfig:
     separate folder, but find what this one finds.
     """
     rows = len(images_of(flags.dataset, flags.task).rows["train"])
-    epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
+    _, recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
+    epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
     given = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     if flags.inject:
