@@ -19,10 +19,9 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.fit import fit
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.training.folder import RunFolder
-from ddp_mnist.training.net import make_net
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.set_up import set_up_run
-from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.training_run import TrainingRun, make_net
 
 
 def train(

@@ -40,9 +40,8 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.train import fit_recorded
-from ddp_mnist.training.net import make_net
 from ddp_mnist.training.recorded_run import RecordedRun
-from ddp_mnist.training.training_run import TrainingRun, make_run
+from ddp_mnist.training.training_run import TrainingRun, make_net, make_run
 
 TEST_ROWS = 1000
 STEPS = 380  # optimizer steps in a measurement, at most: an epoch of MNIST

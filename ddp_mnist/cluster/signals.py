@@ -31,7 +31,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
-        self.is_agreed_on = False  # whether all ranks learn of a signal, save, and stop together
+        self.saves_on_stop = False  # whether all ranks learn of a signal, save, and stop together
         self.early_message = "stopped"  # what is said of a signal before that
         self.on_first_sigint: Callable[[], None] = lambda: None
         self.on_second_sigint: Callable[[], None] = lambda: None  # before the process ends
@@ -52,7 +52,7 @@ class StopSignals:
                     self.on_second_sigint()
                 finally:
                     os._exit(EXIT_CODES[number])
-        if not self.is_agreed_on:
+        if not self.saves_on_stop:
             if is_first:
                 name = signal.Signals(number).name
                 raise Stopped(f"{name}: {self.early_message}", EXIT_CODES[number])

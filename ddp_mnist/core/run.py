@@ -64,12 +64,13 @@ class Run:
     def log(self, step: int, line: dict[str, Any], write: bool) -> None:
         """Show the line of a sync point; `write` every `log_every` steps, and as an epoch ends."""
         if write:
-            self.accelerator.print(f"step {step}  loss {text(line['loss'])}  lr {line['lr']:.5f}")
+            loss = mean_text(line["loss"])
+            self.accelerator.print(f"step {step}  loss {loss}  lr {line['lr']:.5f}")
 
     def log_epoch(self, state: State, means: dict[str, Any], validation: EvalResult | None) -> None:
         """Show the epoch that has ended: its mean loss and score, and its validation, if any."""
-        line = f"loss {text(means['loss'])}  score {text(means['score'])}"
-        line += f"  validation {text(validation.score)}" if validation else ""
+        line = f"loss {mean_text(means['loss'])}  score {mean_text(means['score'])}"
+        line += f"  validation {mean_text(validation.score)}" if validation else ""
         self.accelerator.print(f"epoch {state.progress.epoch}  {line}")
 
     def save(self, state: State) -> None:
@@ -90,6 +91,6 @@ class Run:
         return test
 
 
-def text(number: float | None) -> str:
+def mean_text(number: float | None) -> str:
     """Return a mean as it is printed; it is None if no loss was finite, as may be in fp16."""
     return "not finite" if number is None else f"{number:.4f}"

@@ -5,6 +5,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddp_mnist.core.evaluation import EvalResult
+from ddp_mnist.core.run import mean_text
 from ddp_mnist.training.scores import number_text, score_texts
 
 
@@ -17,7 +18,7 @@ def step_line(
     seconds, None if unknown.
     """
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    parts += [f"loss {loss_text(line)}"] if line else []
+    parts += [f"loss {mean_text(line['loss'])}"] if line else []
     parts += [phase or f"lr {line['lr']:.5f}"]
     if speed := line.get("images_per_second"):
         parts += [f"{speed:,.0f} images/s"]
@@ -27,24 +28,13 @@ def step_line(
 
 
 def epoch_line(
-    epoch: int,
-    epochs: int,
-    means: dict[str, Any],
-    validation: EvalResult | None,
-    score: str,
+    epoch: int, epochs: int, means: dict[str, Any], validation: EvalResult | None, score: str
 ) -> str:
     """Return the line of `epoch`, counted from 0, that has ended; `score` is its name."""
-    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
+    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {mean_text(means['loss'])}"]
     parts += [f"{score} {number_text(means['score'])}"] if means["score"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [
-            f"validation {number_text(validation.score)}",
-            *score_texts(validation.scores),
-        ]
+        validated = f"validation {number_text(validation.score)}"
+        parts += [validated, *score_texts(validation.scores)]
     return "  ".join(parts)
-
-
-def loss_text(line: dict[str, Any]) -> str:
-    """Return a mean loss as it is printed; it is None if no batch had a finite one."""
-    return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"

@@ -27,7 +27,7 @@ MISFIT = "undo what has changed in the code of the net or the optimizer, or begi
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
-class Opened(NamedTuple):
+class OpenedFolder(NamedTuple):
     """What every rank knows of the run folder, and of the checkpoint in it."""
 
     run_id: str = ""  # each checkpoint holds it
@@ -44,11 +44,11 @@ class RecordedRun(Run):
         stop: StopSignals,
         folder: RunFolder | None = None,  # has no path on ranks that do not write
         console: Console | None = None,  # silent on all but one
-        opened: Opened | None = None,
+        opened: OpenedFolder | None = None,
         profile: Any = NO_PROFILE,  # torch's, with --profile
     ) -> None:
         self.run, self.stop, self.profile = run, stop, profile
-        self.run_id, self.where, self.checkpoint = opened or Opened()
+        self.run_id, self.where, self.checkpoint = opened or OpenedFolder()
         self.folder, self.console = folder or RunFolder(), console or Console(False)
         flags = run.config.run
         self.log_every, self.checkpoint_every = flags.log_every, flags.checkpoint_every
@@ -87,7 +87,7 @@ class RecordedRun(Run):
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             with blame("the checkpoint", CheckpointError, MISFIT):
                 state.restore(content["state"], self.run.recipe)
-        self.stop.is_agreed_on = True
+        self.stop.saves_on_stop = True
         if self.run.world.accelerator.is_main_process:
             import_metrics_meanwhile()
 
@@ -132,12 +132,10 @@ class RecordedRun(Run):
         return step / total, lines.step_line(self.line, step, total, self.left_s(), phase)
 
     def left_s(self) -> float | None:
-        """Return the seconds that the run will still take; None before its first step."""
+        """Return the seconds that the run will still take; None before its second sync point."""
         step, steps_left = self.folder.step, self.run.recipe.total_steps - self.folder.step
         if self.began and step > self.began[1]:
             return (time.monotonic() - self.began[0]) / (step - self.began[1]) * steps_left
-        if speed := self.line.get("images_per_second"):  # of the first step alone
-            return self.run.recipe.batch_size / speed * steps_left
         return None
 
     def save(self, state: State) -> None:

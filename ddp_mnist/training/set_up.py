@@ -9,6 +9,7 @@ import io
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -28,25 +29,20 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.system.affinity import bound_together
-from ddp_mnist.system.console import Console
-from ddp_mnist.training import plan, resume, tracking
+from ddp_mnist.system.console import Console, tell_at_once
+from ddp_mnist.training import checkpoint, plan, resume, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder, trained_on
-from ddp_mnist.training.found import Found, find_named
-from ddp_mnist.training.interrupts import answer_interrupts
-from ddp_mnist.training.net import try_before_training
+from ddp_mnist.training.named_objects import NamedObjects, find_named
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
-from ddp_mnist.training.recorded_run import Opened, RecordedRun
+from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
-from ddp_mnist.training.training_run import TrainingRun, make_run
+from ddp_mnist.training.training_run import TrainingRun, make_run, try_before_training
 
 
 @contextlib.contextmanager
 def set_up_run(
-    config: TrainConfig,
-    world: World,
-    folder: RunFolder,
-    stop: StopSignals,
+    config: TrainConfig, world: World, folder: RunFolder, stop: StopSignals
 ) -> Iterator[RecordedRun | None]:
     """Agree with all ranks on settings, data and folder, and yield the run.
 
@@ -112,7 +108,7 @@ def resolve_run(
 
 
 def load_images(
-    config: TrainConfig, found: Found, store: Store, console: Console
+    config: TrainConfig, found: NamedObjects, store: Store, console: Console
 ) -> tuple[str, ImageData]:
     """Return the data set's name and images; each machine has them before the first collective.
 
@@ -160,7 +156,7 @@ def resolve(
 
 
 def without_seen(
-    images: ImageData, config: TrainConfig, found: Found, earlier: EarlierRun | None
+    images: ImageData, config: TrainConfig, found: NamedObjects, earlier: EarlierRun | None
 ) -> ImageData:
     """Return the data set without the images to validate or test on that --weights has seen."""
     seen, weights = earlier.saved["left_out"] if earlier else found.seen, found.weights
@@ -178,7 +174,7 @@ def without_seen(
 
 def open_folder(
     run: TrainingRun, folder: RunFolder, earlier: EarlierRun | None, console: Console
-) -> Opened:
+) -> OpenedFolder:
     """Create the run folder on rank 0's machine, or reopen it if the run is resumed.
 
     Raises as RunFolder.create and resume.load_latest do.
@@ -203,4 +199,31 @@ def open_folder(
     seen = [images.trained_on(), run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
-    return Opened(run_id, where, checkpoint)
+    return OpenedFolder(run_id, where, checkpoint)
+
+
+# --- What is said of Ctrl-C as it is pressed; what it does then, `fit` and the folder decide
+
+
+def answer_interrupts(stop: StopSignals, world: World, folder: RunFolder, verbose: bool) -> None:
+    """Let a first and a second Ctrl-C be answered at once."""
+    stop.on_first_sigint = partial(acknowledge, world) if verbose else stop.on_first_sigint
+    stop.on_second_sigint = partial(report_last_checkpoint, folder)
+
+
+def acknowledge(world: World) -> None:
+    """Say what a first Ctrl-C does, once on each machine on which it is pressed."""
+    if FOLDER_KEY in world.store.received and world.local_rank == 0:
+        tell_at_once("ddp-mnist: stopping after this step")
+
+
+def report_last_checkpoint(folder: RunFolder) -> None:
+    """After a second Ctrl-C, report the last checkpoint; nothing more is saved."""
+    if folder.path is None:
+        return
+    folder.record_outcome("failed", 130, "interrupted twice")
+    rest = "nothing is saved"
+    if saved := checkpoint.newest_first(folder.path):
+        step = checkpoint.step_of(saved[0])
+        rest = f"nothing after step {step} is saved; to go on, add --resume {folder.path}"
+    tell_at_once(f"ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")

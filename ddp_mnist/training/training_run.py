@@ -1,15 +1,24 @@
-"""What is trained, on which images, by which processes: known before the first step."""
+"""A run as every rank sees it, known before the first step; its net, and the trial of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.task import Task
+from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
+from ddp_mnist.errors import UsageError
+from ddp_mnist.nets import trial
+from ddp_mnist.nets.build import build_net, has_batch_norm, is_known, memory_format_of
+from ddp_mnist.nets.initial_weights import load_weights
+from ddp_mnist.system.console import Console
 from ddp_mnist.task import make_task
-from ddp_mnist.training.found import Found
+from ddp_mnist.training.named_objects import NamedObjects
 
 
 @dataclass(frozen=True)
@@ -19,7 +28,7 @@ class TrainingRun:
     config: TrainConfig  # with the values that the data and the number of processes decide
     world: World  # all processes
     images: ImageData
-    found: Found
+    found: NamedObjects
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
 
@@ -34,13 +43,72 @@ def make_run(
     recipe: Recipe,
     world: World,
     images: ImageData,
-    found: Found | None = None,
+    found: NamedObjects | None = None,
 ) -> TrainingRun:
     """Return the run on these images, whose rows are in their splits. Raises as `make_task` does.
 
     `config` and `recipe` are resolved; `found` is what the flags name, nothing by default.
     """
-    found, device = found or Found(), world.accelerator.device
+    found, device = found or NamedObjects(), world.accelerator.device
     own = found.task, found.loss, found.scores
     task = make_task(config.recipe, images.classes, subset(images, "train"), device, *own)
     return TrainingRun(config, world, images, found, task, recipe)
+
+
+# --- The net
+
+
+def make_net(run: TrainingRun) -> Normalised:
+    """Return the run's net, in float64 with fp64; with the weights of --weights, if any."""
+    name, world = run.model, run.world
+    net = build_net(name, run.task, run.images.image_format)
+    load_initial_weights(run, net)
+    if world.precision == "fp64":
+        net.double()
+    if run.config.distribution.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net.to(memory_format=memory_format_of(name))
+    if world.compile_options:
+        net.compile(**world.compile_options)
+    return net
+
+
+def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
+    """Load --weights into the net. Return their origin, in words.
+
+    None without the flag, and for a resumed run, whose weights are in its checkpoint.
+    """
+    if not run.found.weights or run.config.resumes:
+        return None
+    task = run.task
+    return load_weights(net.net, run.model, run.found.weights, task.names, task.outputs)
+
+
+def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
+    """Try net, weights, loss and task on a few images, with nets that are then discarded.
+
+    Return the run, with what may spoil it when it is resumed. Raise as the trials do, or UsageError
+    for --sync-bn or --inject batchnorm without BatchNorm.
+    """
+    recipe, image_format, world = run.config.recipe, run.images.image_format, run.world
+    make = partial(build_net, run.model, run.task, image_format)
+    sync_bn = run.config.distribution.sync_bn
+    sharers = 1 if sync_bn else world.store.world_size
+    at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
+    trial.check(net := make(), run.model, run.task.outputs, image_format.shape, at_once)
+    if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
+        flag = "--sync-bn" if sync_bn else "--inject batchnorm"
+        raise UsageError(
+            f"{flag}: {run.model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
+    if origin := load_initial_weights(run, net):
+        console.print(f"weights    {origin}")
+    if recipe.loss or recipe.task:
+        named = f"--task {recipe.task}" if recipe.task else f"--loss {recipe.loss}"
+        train = subset(run.images, "train")
+        _, targets, _ = train.take([*range(min(3, len(train)))])
+        trial.check_task(run.task, named, targets.to(world.accelerator.device))
+    if is_known(run.model):
+        return run
+    lost = trial.check_state(make, run.model, image_format.shape)
+    return replace(run, images=run.images.with_caveat(lost)) if lost else run

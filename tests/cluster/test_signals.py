@@ -89,7 +89,7 @@ def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurr
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) -> None:
     with listen() as stop, patch("os._exit") as ended:
-        stop.is_agreed_on = saves
+        stop.saves_on_stop = saves
         stop.on_second_sigint = Mock(side_effect=StorageError("full"))
         with contextlib.nullcontext() if saves else pytest.raises(Stopped):
             os.kill(os.getpid(), INT)

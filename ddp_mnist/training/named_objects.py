@@ -19,7 +19,7 @@ from ddp_mnist.training.folder import trained_on
 
 
 @dataclass(frozen=True)
-class Found:
+class NamedObjects:
     """What they name; nothing by default."""
 
     task: type[Task] | None = None  # of --task
@@ -33,7 +33,7 @@ class Found:
     seen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
-def find_named(config: TrainConfig, store: Store) -> Found:
+def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     """Find what the flags name. Raise UsageError for an unknown name."""
     recipe = config.recipe
     if recipe.model:
@@ -49,7 +49,7 @@ def find_named(config: TrainConfig, store: Store) -> Found:
     scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}
     file = Path(recipe.weights).resolve() if recipe.weights else None
     seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
-    return Found(task, loss, scores, trackers, digests, weights, seen)
+    return NamedObjects(task, loss, scores, trackers, digests, weights, seen)
 
 
 def known_trackers(trackers: str | None) -> list[str]:
