@@ -16,15 +16,12 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     """Not what was asked for, such as `auto`, nor what is each rank's own."""
     images, found, task = cache.load("digits"), NamedObjects(), Classification([])
     world: Any = SimpleNamespace(backend="gloo", precision="bf16", compiled_by=None)
+    asked = Distribution(mixed_precision="auto", backend="auto")
     own = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
     runs = (
         TrainingRun(TrainConfig(*flags), world, images, found, task, fit_recipe())
         for flags in (
-            (
-                RunFlags(dataset="digits"),
-                Recipe(),
-                Distribution(mixed_precision="auto", backend="auto"),
-            ),
+            (RunFlags(dataset="digits"), Recipe(), asked),
             (RunFlags(dataset="/data", run_dir="x", cache_dir="y", quiet=True), Recipe(), own),
         )
     )
