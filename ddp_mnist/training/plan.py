@@ -102,12 +102,8 @@ def class_lines(images: ImageData, class_weights: str = "none") -> dict[str, str
     if len(shown) > ONE_LINE:
         shown = f"{least:,} ({rare}) to {most:,} ({common}) train images each"
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
-    held = {"--val-size": len(images.rows["validation"])}
-    held |= {"--test-size": len(images.rows["test"])} if images.test_share else {}
-    largest = max(held, key=held.__getitem__)
-    fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
     named = ", ".join(first_of(few, 3))
-    hint = f"few train images of {named}: below {FEW} a class is hard to learn; {fix}"
+    hint = f"few train images of {named}: below {FEW} a class is hard to learn; add some"
     if class_weights == "none" and WEIGHABLE <= least <= most / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})

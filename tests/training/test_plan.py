@@ -58,10 +58,3 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
         "hint": "few train images of c000 1, c001 2, c002 3, ...: below 20 a class is hard"
         " to learn; add some",
     }
-
-
-def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
-    """The plan has to say it, as one of each class always stays to train on."""
-    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
-    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
-        assert plan.class_lines(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
