@@ -6,7 +6,6 @@ ui.perfetto.dev open it.
 
 import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import ProfileKwargs
@@ -15,18 +14,17 @@ from ddp_mnist.system.files import storage_errors
 from ddp_mnist.training.training_run import TrainingRun
 
 STEPS_BEFORE = 11  # the first steps are the slowest; in the last of these the profiler warms up
-NO_PROFILE = SimpleNamespace(step=lambda: None)
 
 
 def profiled(run: TrainingRun, folder: str) -> contextlib.AbstractContextManager[Any]:
     """Trace --profile optimizer steps of the block, after STEPS_BEFORE others, if it has so many.
 
     The traces go to the run's `folder`. It yields torch's profiler, whose `step` has to be called
-    after each step.
+    after each step, or None without the flag.
     """
     world, steps = run.world, run.config.run.profile
     if not steps:
-        return contextlib.nullcontext(NO_PROFILE)
+        return contextlib.nullcontext()
     file = Path(folder, "profile", f"rank-{world.store.rank}.json").absolute()
 
     # Accelerate's own output_trace_dir fails in a run that ends before these steps.

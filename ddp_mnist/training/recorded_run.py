@@ -19,7 +19,6 @@ from ddp_mnist.system.console import Console
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.training import checkpoint, lines, model_file, result
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
-from ddp_mnist.training.profiling import NO_PROFILE
 from ddp_mnist.training.scores import warn_unless_finite
 from ddp_mnist.training.training_run import TrainingRun
 
@@ -45,7 +44,7 @@ class RecordedRun(Run):
         folder: RunFolder | None = None,  # has no path on ranks that do not write
         console: Console | None = None,  # silent on all but one
         opened: OpenedFolder | None = None,
-        profile: Any = NO_PROFILE,  # torch's, with --profile
+        profile: Any = None,  # torch's, with --profile
     ) -> None:
         self.run, self.stop, self.profile = run, stop, profile
         self.run_id, self.where, self.checkpoint = opened or OpenedFolder()
@@ -99,7 +98,8 @@ class RecordedRun(Run):
         self.console.draw(*self.progress_line(name))
 
     def step(self) -> None:
-        self.profile.step()
+        if self.profile:
+            self.profile.step()
 
     def log(self, step: int, line: dict[str, Any], write: bool) -> None:
         """Show the line of a sync point; with `write`, add it to metrics.jsonl and the trackers."""
