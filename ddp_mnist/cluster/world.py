@@ -60,10 +60,7 @@ class World(DeviceConfig):
 
 @contextlib.contextmanager
 def join_world(
-    flags: Distribution,
-    launch: Launch,
-    *,
-    full_precision: bool = False,
+    flags: Distribution, launch: Launch, *, full_precision: bool = False
 ) -> Iterator[World]:
     """Join the other processes, yield the World, and shut it down cleanly however the block ends.
 
