@@ -8,7 +8,6 @@ from ddp_mnist.cluster.device import choose_device, has_native_bf16, set_threads
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
-from tests.commands import CONFIGS
 
 Patch = pytest.MonkeyPatch
 
@@ -62,28 +61,15 @@ def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
             assert has_native_bf16("cpu") is native
 
 
-@pytest.mark.parametrize(
-    ("launch", "config"),
-    [
-        (Launch("accelerate"), "cpu"),
-        (PAIR, "multi_cpu"),
-        (replace(PAIR, num_machines=2), "multi_node_cpu"),
-    ],
-)
-def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
-    launch: Launch, config: str, monkeypatch: Patch
-) -> None:
-    with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
-        choose_device(Distribution(mixed_precision="fp16"), launch)
+def test_fault_25_fp16_on_a_cpu(monkeypatch: Patch) -> None:
+    use = "fp16: needs a GPU; use --mixed-precision bf16, no or auto$"
+    with pytest.raises(UsageError, match=rf"^--mixed-precision {use}"):
+        choose_device(Distribution(mixed_precision="fp16"), PAIR)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(
-        UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
-    ):
-        choose_device(Distribution(), launch)
-    assert (
-        choose_device(Distribution(cpu=True), launch).precision != "fp16"
-    )  # it overrides the YAML
-    assert (CONFIGS / f"{config}.yaml").is_file()
+    with pytest.raises(UsageError, match=rf"^accelerate launch: its config's {use}"):
+        choose_device(Distribution(), PAIR)
+    # the flag --cpu overrides the YAML
+    assert choose_device(Distribution(cpu=True), PAIR).precision != "fp16"
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
