@@ -111,11 +111,6 @@ class TrainConfig:
                 f"--resume {resume}: resumes the run in that folder; leave out --run-dir {run_dir}"
             )
 
-    @property
-    def initial_weights(self) -> str | None:
-        """Return --weights, or None for a resumed run, whose weights are in its checkpoint."""
-        return None if self.resumes else self.recipe.weights
-
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that contradict each other."""
         self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
