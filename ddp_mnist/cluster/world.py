@@ -90,10 +90,10 @@ def join_world(
             # more if all ranks of a cluster search a network disk at once. Once is enough.
             accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
             accelerator = make_accelerator(
-                not on_gpu,
-                "no" if config.precision == "fp64" else config.precision,
-                None if config.backend == "none" else config.backend,
-                flags.comm_hook,
+                cpu=not on_gpu,
+                mixed_precision="no" if config.precision == "fp64" else config.precision,
+                backend=None if config.backend == "none" else config.backend,
+                hook=flags.comm_hook,
             )
             if not launch.is_alone:
                 os.environ["LOCAL_RANK"] = str(local_rank)
@@ -160,11 +160,6 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
 
     Raise PeerError if some cannot be made, for example because a firewall opens only the main port.
     """
-    if dist.is_initialized():
-        raise UsageError(
-            f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
-            " already in this process; start the trainer in a separate process"
-        )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
     store.set(f"address/{store.rank}", f"{first_address(interface)} ({interface or 'not set'})")
@@ -191,7 +186,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in (0, store.rank or 1)
         )
         raise PeerError(
-            f"{store.world_size} processes met, but rank {store.rank} could not connect to all"
+            f"{store.world_size} processes joined, but rank {store.rank} could not connect to all"
             f" others within {timeout_s:g} s ({', '.join(addresses)}); open all TCP ports between"
             f" the machines, or set {variable} to the interface that leads there"
         ) from error
