@@ -23,10 +23,9 @@ from accelerate.utils import is_lomo_available
 from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
-from ddp_mnist.cluster.launch import Launch, die_with_parent
+from ddp_mnist.cluster.launch import Launch, config_flag, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.core.accelerator import make_accelerator
 from ddp_mnist.errors import PeerError, UsageError
@@ -101,7 +100,7 @@ def join_world(
                 raise UsageError(
                     f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
                     f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use {launch_configs.as_flag('multi_cpu')}, or one next to it"
+                    f" use {config_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
                 **vars(config),

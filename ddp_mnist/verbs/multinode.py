@@ -1,21 +1,25 @@
 """One machine's part of a run over several: `make train-multinode`, or `make doctor`.
 
-Without a rank and an address, two nodes are rehearsed on this machine, over TCP, each with its own
-launcher.
+A bare launcher waits 15 minutes for a missing machine and then does not say which one. So the
+machines join a store first, with a deadline; then each starts `accelerate launch`. Without a rank
+and an address, two nodes are rehearsed on this machine, over TCP, each with its own launcher.
 """
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import Launch, config_file
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, join_machines
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.system.console import Console, tell
+
+DEFAULT_PORT = 12345
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,32 @@ class Multinode(Flags):
     num_machines: int = flag(2, "Number of machines.", least=1)
     nproc_per_node: int | None = flag(None, "Processes per machine [one per GPU, else 1].", least=1)
     verb: str = flag("train", "Verb to run.", choices=("train", "doctor"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run; `config` names a file of accelerate_configs."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    num_machines: int
+    nproc_per_node: int
+    config: str
+    verb: str
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """Return the command that starts this machine's processes."""
+        return [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", str(config_file(self.config))),
+            *("--num_machines", str(self.num_machines)),
+            *("--num_processes", str(self.num_machines * self.nproc_per_node)),
+            *("--machine_rank", str(self.machine_rank)),
+            *("--main_process_ip", self.main_process_ip),
+            *("--main_process_port", str(self.main_process_port)),
+            *("-m", "ddp_mnist", self.verb, *arguments),
+        ]
 
 
 def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
@@ -68,6 +98,23 @@ def make_node(flags: Multinode) -> Node:
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
     config = "multi_node" if gpus else "multi_node_cpu"
     return Node(rank, address, port, size, flags.nproc_per_node or gpus or 1, config, flags.verb)
+
+
+def join_machines(node: Node, timeout_s: float) -> None:
+    """Return on every machine once all have joined and agree on their numbers.
+
+    Raise UsageError if the numbers differ; otherwise raise as `rendezvous.join_store` does.
+    """
+    from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal can do without
+
+    host, port = node.main_process_ip, node.main_process_port
+    launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
+    store = rendezvous.join_store(launch, timeout_s)
+    numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+    difference = store.decide_for_all("numbers", numbers, rendezvous.first_difference)
+    store.close()  # the launcher of machine 0 opens the port again
+    if difference:
+        raise UsageError(difference)
 
 
 def rehearse(flags: Multinode, arguments: list[str]) -> int:

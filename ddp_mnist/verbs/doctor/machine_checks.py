@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system import affinity
@@ -23,6 +22,7 @@ from ddp_mnist.system.text import count, reason
 from ddp_mnist.training.versions import PACKAGES, package_versions
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
+from ddp_mnist.verbs.multinode import DEFAULT_PORT
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.device import choose_device
-from ddp_mnist.cluster.launch import NOT_DDP, Launch, find_launch
+from ddp_mnist.cluster.launch import NOT_DDP, Launch, config_flag, find_launch
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.launch_configs import as_flag
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.files import read_json
 from tests.commands import ACCELERATE, PROOF, TRAIN, Started, all_succeed
@@ -20,7 +19,7 @@ def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: s
         find_launch(Distribution(), {variable: off})
     with pytest.raises(UsageError) as raised:
         find_launch(Distribution(), {variable: "true"})
-    use = f"use {as_flag('multi_gpu')} or multi_cpu.yaml"
+    use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
     told = f"{variable}=true: this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
     assert str(raised.value) == told
 
