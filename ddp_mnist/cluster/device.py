@@ -57,8 +57,6 @@ def choose_device(
         precision = "bf16" if has_bf16 else "no" if on_cpu else "fp16"
 
     # What does not exist here, or does not fit together.
-    if on_cpu and flags.sync_bn:
-        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     if on_cpu and backend == "nccl":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
     if precision not in ("no", "fp16", "bf16", "fp64"):

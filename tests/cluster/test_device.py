@@ -111,8 +111,6 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
             choose_device(Distribution(backend="nccl"), launch)
-    with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
-        choose_device(Distribution(sync_bn=True), Launch())
     with monkeypatch.context() as on_a_gpu:
         on_a("cuda", on_a_gpu, native=False)
         for precision in ("fp16", None):
