@@ -93,11 +93,11 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
     launch, clock = find_launch(distribution), time.monotonic()
     results = list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
-    console.draw(0, "waiting for all to connect ...")
+    if launch.rank == 0:
+        console.draw(0, "waiting for all to connect ...")
     try:
         with console, join_world(distribution, launch) as world:
-            if launch.rank > 0:
-                console.close()
+            console.verbose &= launch.rank == 0
             with narrated_elsewhere(world, not flags.json):
                 met_s = time.monotonic() - clock
                 for result in print_each(check_group(world, flags, machines, met_s), console):
