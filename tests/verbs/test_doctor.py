@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -26,10 +25,10 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.verbs.check_result import FAIL, PASS, WARN, CheckResult
+from ddp_mnist.verbs.doctor import collectives
 from ddp_mnist.verbs.doctor import group_checks as group
 from ddp_mnist.verbs.doctor import machine_checks as machine
 from ddp_mnist.verbs.doctor import verb as checks
-from ddp_mnist.verbs.doctor.collectives import payload
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.verify.mistakes import leave_out_last_parameter
 from tests.commands import Ended, Typed
@@ -163,7 +162,9 @@ def on_rank_1(fault: Any) -> Any:
     return fault if os.environ["RANK"] == "1" else contextlib.nullcontext()
 
 
-def damaged(ranks: Iterable[int], parts: Any, device: Any, right: Any = payload) -> torch.Tensor:
+def damaged(
+    ranks: Iterable[int], parts: Any, device: Any, right: Any = collectives.payload
+) -> torch.Tensor:
     """Return the payload as if what rank 1 sends were damaged on its way."""
     ranks = [*ranks]
     return right(ranks, parts, device) + (torch.tensor(ranks) == 1)[:, None, None]
@@ -207,8 +208,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         here.options = dataclasses.replace(here.options, minutes=0.001)
         yield "burn-in", none, group.burn_in
         yield "bad burn-in", patch.object(train, "make_net", unsynchronised), group.burn_in
-    one_call = functools.partial(group.all_reduce_ms, calls=1)
-    yield "speeds", patch.object(group, "all_reduce_ms", one_call), group.speeds
+    yield "speeds", patch.object(collectives, "CALLS", 1), group.speeds
     seconds = 0.1 + 0.2 * here.rank
     yield "slow", patch.object(group, "compute_s", always(seconds)), group.slowest
     yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training

@@ -42,10 +42,7 @@ LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 SAME = "make versions, variables, code and data the same everywhere"
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
 BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-BAD_MACHINE = (
-    "do not train here; repeat on fewer machines to find the bad one (memory, network card, driver,"
-    " library)"
-)
+BAD_MACHINE = "do not train here; use fewer machines to find the bad one (memory, card or driver)"
 
 
 class Group:
@@ -55,7 +52,6 @@ class Group:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.store.world_size
         self.device = world.accelerator.device
-        self.is_first_here = world.store.rank_info.local_rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on rank 0; [] elsewhere. JSON's types only.
@@ -63,11 +59,8 @@ class Group:
         A machine that hangs fails here, even though its heartbeat continues.
         """
         everyone = list[Any]()
-
-        def keep(found: list[Any]) -> None:  # rank 0 alone decides, and the others need not know
-            everyone.extend(found)
-
-        self.store.decide_for_all("doctor's check", mine, keep, self.store.patience_s)
+        # rank 0 alone decides, and the others need not know
+        self.store.decide_for_all("doctor's check", mine, everyone.extend, self.store.patience_s)
         return everyone
 
     def merge(self, mine: list[CheckResult]) -> list[CheckResult]:
@@ -118,7 +111,7 @@ def check_group(
 def machines_alone(group: Group) -> list[CheckResult]:
     """Check each machine by its first rank: each problem gets a line, the rest is counted."""
     mine = list[CheckResult]()
-    if group.is_first_here:
+    if group.store.rank_info.local_rank == 0:
         options = replace(group.options, processes=group.store.rank_info.local_world_size)
         found = [each for each in check_machine(options) if isinstance(each, CheckResult)]
         mine = [result for result in found if result.status != PASS]
@@ -274,18 +267,16 @@ def training(group: Group) -> list[CheckResult]:
 
 def burn_in(group: Group) -> list[CheckResult]:
     """Work and train again and again: overheating and loose contacts show only after a while."""
-    rounds = 0
     results = list[CheckResult]()
     until = time.monotonic() + 60 * group.options.minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):
         results += [*right_results(group), *training(group)]
         compute_s(group.device)
         results += faulty_devices(group)
-        rounds += 1
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-    text = f"{count(rounds, 'round')} in {group.options.minutes:g} minutes, {early:,.0f} images/s"
-    text += f" at first and {late:,.0f} at last"
+    text = f"{count(len(speed), 'round')} in {group.options.minutes:g} minutes, {early:,.0f}"
+    text += f" images/s at first and {late:,.0f} at last"
     if wrong := [result for result in results if result.status != PASS]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
         return [wrong[0]._replace(name="burn-in", text=text)]

@@ -68,7 +68,6 @@ def unmet(package: str) -> Iterator[str]:
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees all GPUs of the machine, and that each processor computes correctly."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
-    is_hidden = hardware.HIDE_GPUS in os.environ
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         out_of = f" of the {there} in /dev" if mine < there else ""
@@ -77,9 +76,8 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
         text = f"{there}, hidden by {hardware.HIDE_GPUS} (as --cpu does)"
     else:
         text = unused or "none; training runs on the CPU, with gloo"
-    worst, fix = FAIL, hardware.GPU_FIX
-    if fewer := 0 < mine < there and not is_hidden:
-        worst, fix = WARN, SOME_GPUS_FIX
+    fewer = 0 < mine < there and hardware.HIDE_GPUS not in os.environ
+    worst, fix = (WARN, SOME_GPUS_FIX) if fewer else (FAIL, hardware.GPU_FIX)
     yield check("GPUs", unused or fewer, text, fix, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, check_gpus, folder=Path.cwd())[0]
@@ -95,8 +93,8 @@ def product(device: torch.device) -> CheckResult:
     """Check a matrix product of small whole numbers, which is exact in float32 in any order."""
     a, b = torch.randint(-8, 9, (2, 512, 512), generator=torch.Generator().manual_seed(0))
     try:
-        on_gpu = device.type == "cuda"
-        model = torch.cuda.get_device_name(device) if on_gpu else hardware.cpu_model()
+        is_cpu = device.type == "cpu"
+        model = hardware.cpu_model() if is_cpu else torch.cuda.get_device_name(device)
         found = (a.float().to(device) @ b.float().to(device)).cpu()
     except RuntimeError as error:
         fix = "see nvidia-smi; end what holds it, reset or replace it"
