@@ -81,7 +81,7 @@ class Group:
 
 
 def check_group(
-    world: World, options: Doctor, machines: bool, met_s: float
+    world: World, options: Doctor, machines: bool, took_s: float
 ) -> Iterator[CheckResult | str]:
     """Yield a line on each check, then its results; with `machines`, each machine alone first.
 
@@ -90,7 +90,7 @@ def check_group(
     """
     group, store = Group(world, options), world.store
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
-    text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
+    text = f"{who} connected within {took_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
     checks = [machines_alone, *CHECKS] if machines else [*CHECKS]
     if options.minutes:
@@ -210,7 +210,7 @@ def speeds(group: Group) -> list[CheckResult]:
 def slowest(group: Group) -> list[CheckResult]:
     """Check that every rank computes about as fast: DDP is as fast as the slowest."""
     group.world.accelerator.wait_for_everyone()
-    if not (times := group.gather(compute_s(group.device))):
+    if not (times := group.gather(compute_s(group))):
         return []
     middle, most = statistics.median_low(times), max(times)
     slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
@@ -220,20 +220,20 @@ def slowest(group: Group) -> list[CheckResult]:
     return [check("computing", slow, text, fix, WARN, {"computing, ms": 1e3 * most})]
 
 
-def compute_s(device: torch.device) -> float:
+def compute_s(group: Group) -> float:
     """Return the least seconds of ten matrix products: other programs can only make it longer.
 
     [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not keep it
     busy, and training uses its 16-bit units. A slow device tries less often, for about 2 s.
     """
-    size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
-    square, seconds = torch.ones(size, size, device=device, dtype=dtype), list[float]()
+    on_gpu, seconds = group.device.type == "cuda", list[float]()
+    size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
+    square = torch.ones(size, size, device=group.device, dtype=dtype)
     while len(seconds) < 3 or (len(seconds) < TRIES and sum(seconds) < TRIES_S):
         clock = time.monotonic()
         for _ in range(10):
             square = square @ square / size
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        group.world.wait_for_gpu()
         seconds.append(time.monotonic() - clock)
     return min(seconds)
 
@@ -271,7 +271,7 @@ def burn_in(group: Group) -> list[CheckResult]:
     until = time.monotonic() + 60 * group.options.minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):
         results += [*right_results(group), *training(group)]
-        compute_s(group.device)
+        compute_s(group)
         results += faulty_devices(group)
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])

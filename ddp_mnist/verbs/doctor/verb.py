@@ -78,8 +78,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
-            results = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
-            return list[CheckResult](results[0])
+            return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
@@ -99,8 +98,8 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
         with console, join_world(distribution, launch) as world:
             console.verbose &= launch.rank == 0
             with narrated_elsewhere(world, not flags.json):
-                met_s = time.monotonic() - clock
-                for result in print_each(check_group(world, flags, machines, met_s), console):
+                took_s = time.monotonic() - clock
+                for result in print_each(check_group(world, flags, machines, took_s), console):
                     results.append(result)
     except StorageError:  # of stdout
         raise
