@@ -72,6 +72,21 @@ def test_fault_25_fp16_on_a_cpu(monkeypatch: Patch) -> None:
     assert choose_device(Distribution(cpu=True), PAIR).precision != "fp16"
 
 
+def test_the_compiler_that_the_launcher_names_beats_the_flags(
+    monkeypatch: Patch,
+) -> None:
+    plain, compiled = Distribution(), Distribution(compile=True)
+    assert choose_device(plain, Launch()).compile_options == {}
+    assert choose_device(compiled, Launch()).compile_options == {"backend": "inductor"}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    for flags in (plain, compiled):
+        assert choose_device(flags, Launch()).compile_options["backend"] == "aot_eager"
+        assert choose_device(flags, Launch(), full_precision=True).compile_options == {}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
+    with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
+        choose_device(plain, Launch())
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize(
     ("flag", "variable", "wants_cpu"),

@@ -80,9 +80,7 @@ class Group:
         return [CheckResult(*each) for each in found]
 
 
-def check_group(
-    world: World, options: Doctor, machines: bool, took_s: float
-) -> Iterator[CheckResult | str]:
+def check_group(world: World, options: Doctor, machines: bool) -> Iterator[CheckResult | str]:
     """Yield a line on each check, then its results; with `machines`, each machine alone first.
 
     Raise CheckFailed, after a FAIL, if a check ends with an error, here or on another rank: the
@@ -90,6 +88,7 @@ def check_group(
     """
     group, store = Group(world, options), world.store
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
+    took_s = time.monotonic() - world.start_time
     text = f"{who} connected within {took_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
     checks = [machines_alone, *CHECKS] if machines else [*CHECKS]

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system import affinity
 from ddp_mnist.system.files import try_to_write
 from ddp_mnist.system.text import count, reason
-from ddp_mnist.training.versions import PACKAGES, package_versions
+from ddp_mnist.training.versions import PACKAGES, package_versions, version_of
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import DEFAULT_PORT
@@ -57,12 +57,9 @@ def unmet(package: str) -> Iterator[str]:
     for needed in map(Requirement, requires(package) or []):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
-        try:
-            found = version(needed.name)
-        except PackageNotFoundError:
-            found = "none"
-        if found == "none" or not needed.specifier.contains(found, prereleases=True):
-            yield f"{package} needs {needed.name}{needed.specifier}, not {found}"
+        found = version_of(needed.name)
+        if found == "missing" or not needed.specifier.contains(found, prereleases=True):
+            yield f"{package} needs {needed.name}{needed.specifier}, which is {found}"
 
 
 def processors(_: Doctor) -> Iterator[CheckResult]:

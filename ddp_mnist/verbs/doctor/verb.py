@@ -4,7 +4,6 @@ Started alone, it checks this machine and then processes that it starts itself; 
 launcher, on one or more machines, it checks them together.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +88,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
     """Return the results of all ranks together; rank 0 prints them. See `check_group`."""
-    launch, clock = find_launch(distribution), time.monotonic()
-    results = list[CheckResult]()
+    launch, results = find_launch(distribution), list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
     if launch.rank == 0:
         console.draw(0, "waiting for all to connect ...")
@@ -98,8 +96,7 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
         with console, join_world(distribution, launch) as world:
             console.verbose &= launch.rank == 0
             with narrated_elsewhere(world, not flags.json):
-                took_s = time.monotonic() - clock
-                for result in print_each(check_group(world, flags, machines, took_s), console):
+                for result in print_each(check_group(world, flags, machines), console):
                     results.append(result)
     except StorageError:  # of stdout
         raise
