@@ -105,7 +105,7 @@ REFUSED = {
     "''": f": choose from {VERBS}",
     "--local-rank x train": "--local-rank: must follow the verb",
     # how the processes are joined; what else an environment may contradict is in test_launch.py
-    "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT too",
+    "train --rank 0": "RANK=0: WORLD_SIZE is not set",
     "RANK=0 train --dataset digits": "RANK=0: WORLD_SIZE is not set",
     # the other verbs
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",

@@ -9,7 +9,6 @@ from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import gpus, hide_gpus, is_forked
 from ddp_mnist.cluster.launch import PRECISION, Launch
-from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.affinity import cores
@@ -58,25 +57,16 @@ def choose_device(
         precision = "bf16" if has_bf16 else "no" if on_cpu else "fp16"
 
     # What does not exist here, or does not fit together.
-    fp16 = precision == "fp16"
-    if on_cpu and flags.sync_bn:
-        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     if on_cpu and backend == "nccl":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
     if precision not in ("no", "fp16", "bf16", "fp64"):
         raise UsageError(f"--mixed_precision {precision}: choose from no, fp16, bf16")
-    if on_cpu and fp16 and flags.mixed_precision:  # Accelerate would train in fp32 and report fp16
-        raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
-    if on_cpu and fp16:
-        config = "multi_cpu" if launch.world_size > 1 else "cpu"
-        config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
-        raise UsageError(
-            "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
-            f" here; use {launch_configs.as_flag(config)}"
-        )
+    if on_cpu and precision == "fp16":  # Accelerate would train in fp32 and report fp16
+        asked = "--mixed-precision" if flags.mixed_precision else "accelerate launch: its config's"
+        raise UsageError(f"{asked} fp16: needs a GPU; use --mixed-precision bf16, no or auto")
     # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
     # skips once, would return in every step.
-    if fp16 and flags.comm_hook == "powersgd":
+    if precision == "fp16" and flags.comm_hook == "powersgd":
         raise UsageError(
             "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
             f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
@@ -103,8 +93,7 @@ def has_native_bf16(device: str) -> bool:
     """Return whether the device supports bfloat16 natively; emulated, it is slower than float32.
 
     GPUs do from Ampere on; every GPU of this machine must, and torch.cuda.is_bf16_supported answers
-    for one. On a CPU, torch uses oneDNN for it,
-    which its wheels for macOS lack.
+    for one. On a CPU, torch uses oneDNN for it, which its wheels for macOS lack.
     """
     if device == "cuda":
         return min(map(torch.cuda.get_device_capability, range(gpus()))) >= (8, 0)

@@ -81,12 +81,10 @@ def interfaces_up() -> dict[str, str]:
 
 def why_port_is_taken(port: int) -> str | None:
     """Return why no server can listen at `port` of this machine; None if one can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return reason(error)
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return reason(error).partition(" (while")[0]  # Python adds the address
     return None
 
 

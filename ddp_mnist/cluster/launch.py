@@ -13,10 +13,10 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 
@@ -95,7 +95,7 @@ def find_launch(
         if env.get(name, "").lower() not in ("", "0", "false"):
             raise UsageError(
                 f"{name}={env[name]}: this trainer is DDP on NVIDIA GPUs or CPUs; use"
-                f" {launch_configs.as_flag('multi_gpu')} or multi_cpu.yaml"
+                f" {config_flag('multi_gpu')} or multi_cpu.yaml"
             )
     env = _with_flags(flags, env)
     by_variables = flags.init_method in (None, "env://")
@@ -108,6 +108,20 @@ def find_launch(
                 f" {launch.world_size - 1}"
             )
     return launch
+
+
+def config_file(name: str) -> Path:
+    """Return the path of one of accelerate launch's configurations, e.g. multi_cpu.
+
+    It is in the working directory, or else in the package, or next to it in a clone.
+    """
+    file, package = Path("accelerate_configs", f"{name}.yaml"), Path(__file__).parents[1]
+    return next(each for each in (file, package / file, package.parent / file) if each.exists())
+
+
+def config_flag(name: str) -> str:
+    """Return the words in which an error recommends a configuration."""
+    return f"--config_file {config_file(name)}"
 
 
 def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -153,9 +167,6 @@ def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
 
 def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -> Launch:
     """Read the variables of the launcher that set them; without one, this process is alone."""
-    for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
-        if value is not None and "MASTER_ADDR" not in env:
-            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT too")
     by_accelerate = PRECISION in env
     if flags.init_method or "WORLD_SIZE" in env or "RANK" in env:
         by_agent = "TORCHELASTIC_RUN_ID" in env
@@ -185,7 +196,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
-            f" for several use {launch_configs.as_flag('multi_cpu')}, for one unset MASTER_ADDR"
+            f" for several use {config_flag('multi_cpu')}, for one unset MASTER_ADDR"
         )
     return Launch("accelerate" if by_accelerate else "python")
 

@@ -29,8 +29,7 @@ def open_store(launch: Launch, who: str, timeout_s: float) -> dist.TCPStore:
     is not a store.
     """
     assert launch.main_host and launch.main_port
-    serve = launch.rank == 0 and not launch.agent_store
-    if serve:
+    if launch.rank == 0 and not launch.agent_store:
         return serve_store(launch.main_host, launch.main_port, timeout_s)
     where, deadline = (launch.main_host, launch.main_port), time.monotonic() + timeout_s
     shown = f"{launch.main_host}:{launch.main_port}"

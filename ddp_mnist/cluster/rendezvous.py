@@ -33,8 +33,6 @@ GRACE_S = 0.5  # extra time for rank 0, which started a moment later, to say who
 # How often a waiting rank checks that its request still counts; at most a quarter of the time-out.
 LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all joined, after the last one did just in time
-
-
 # Who joins, the plural, and what stands before the number: processes, or machines before these.
 UNITS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
@@ -124,10 +122,10 @@ class Round:
             store.set(OPEN, store.world_size)
         elif not store.wait(OPEN, self.deadline - time.monotonic()):
             fix = self._fix("start it, or check that it uses this address")
-            again = f"; a meeting is over: is there a second {called} {store.rank}?"
+            again = f"; an earlier rendezvous is complete: is there a second {called} {store.rank}?"
             raise PeerError(
-                f"{self.where}: {called} 0 did not meet this one within"
-                f" {self.timeout_s:g} s; {fix}{again if self.number > 1 else ''}"
+                f"{self.where}: {called} 0 did not join within {self.timeout_s:g} s;"
+                f" {fix}{again if self.number > 1 else ''}"
             )
         elif store.exists(RESULT):
             return False
@@ -193,9 +191,7 @@ class Round:
         store.call("multi_set", [f"rank_info/{rank}" for rank in ranks], answers)
 
     def _wait_for(self, key: str, deadline: float) -> None:
-        """Return once `key` is written.
-
-        If it is not, raise PeerError, which names the missing ranks.
+        """Return once `key` is written; if it is not, raise PeerError, which names missing ranks.
 
         Every rank does so after its deadline, and the first report counts. If no rank is missing by
         then, the last one has just arrived.

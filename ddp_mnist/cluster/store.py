@@ -93,9 +93,7 @@ class Store:
     world_size: int
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
-    hosts: list[str] = field(
-        default_factory=list
-    )  # on rank 0 each rank's `host_id`, once all joined
+    hosts: list[str] = field(default_factory=list)  # on rank 0, each rank's `host_id`
     rank_info: RankInfo = field(default_factory=RankInfo)  # of this rank, once all have joined
     lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts afresh

@@ -23,10 +23,9 @@ from accelerate.utils import is_lomo_available
 from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
-from ddp_mnist.cluster.launch import Launch, die_with_parent
+from ddp_mnist.cluster.launch import Launch, config_flag, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.core.accelerator import make_accelerator
 from ddp_mnist.errors import PeerError, UsageError
@@ -60,10 +59,7 @@ class World(DeviceConfig):
 
 @contextlib.contextmanager
 def join_world(
-    flags: Distribution,
-    launch: Launch,
-    *,
-    full_precision: bool = False,
+    flags: Distribution, launch: Launch, *, full_precision: bool = False
 ) -> Iterator[World]:
     """Join the other processes, yield the World, and shut it down cleanly however the block ends.
 
@@ -93,10 +89,10 @@ def join_world(
             # more if all ranks of a cluster search a network disk at once. Once is enough.
             accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
             accelerator = make_accelerator(
-                not on_gpu,
-                "no" if config.precision == "fp64" else config.precision,
-                None if config.backend == "none" else config.backend,
-                flags.comm_hook,
+                cpu=not on_gpu,
+                mixed_precision="no" if config.precision == "fp64" else config.precision,
+                backend=None if config.backend == "none" else config.backend,
+                hook=flags.comm_hook,
             )
             if not launch.is_alone:
                 os.environ["LOCAL_RANK"] = str(local_rank)
@@ -104,7 +100,7 @@ def join_world(
                 raise UsageError(
                     f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
                     f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use {launch_configs.as_flag('multi_cpu')}, or one next to it"
+                    f" use {config_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
                 **vars(config),
@@ -163,11 +159,6 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
 
     Raise PeerError if some cannot be made, for example because a firewall opens only the main port.
     """
-    if dist.is_initialized():
-        raise UsageError(
-            f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
-            " already in this process; start the trainer in a separate process"
-        )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
     store.set(f"address/{store.rank}", f"{first_address(interface)} ({interface or 'not set'})")
@@ -190,11 +181,10 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             ) from error
         if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
-        addresses = (
-            f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in (0, store.rank or 1)
-        )
+        two = 0, store.rank or 1
+        addresses = (f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in two)
         raise PeerError(
-            f"{store.world_size} processes met, but rank {store.rank} could not connect to all"
+            f"{store.world_size} processes joined, but rank {store.rank} could not connect to all"
             f" others within {timeout_s:g} s ({', '.join(addresses)}); open all TCP ports between"
             f" the machines, or set {variable} to the interface that leads there"
         ) from error

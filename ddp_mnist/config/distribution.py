@@ -10,9 +10,7 @@ class Distribution(Flags):
     """Set the processes, their devices and how they communicate."""
 
     backend: str = flag(
-        "auto",
-        "auto: nccl on GPUs, gloo on CPUs.",
-        choices=("auto", "nccl", "gloo"),
+        "auto", "auto: nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo")
     )
     init_method: str | None = flag(
         None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", per_rank=True

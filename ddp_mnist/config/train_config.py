@@ -8,14 +8,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any, Self
 
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flag_fields import (
-    Flags,
-    changeable,
-    flag,
-    flag_fields,
-    not_kept,
-    typed_flag,
-)
+from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_fields, not_kept, typed_flag
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import PRESETS, Recipe
@@ -60,8 +53,7 @@ class RunFlags(Flags):
     keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
     log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
     trackers: str | None = changeable(
-        None,
-        "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b).",
+        None, "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b)."
     )
     profile: int = not_kept(
         0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
@@ -118,11 +110,6 @@ class TrainConfig:
             raise UsageError(
                 f"--resume {resume}: resumes the run in that folder; leave out --run-dir {run_dir}"
             )
-
-    @property
-    def initial_weights(self) -> str | None:
-        """Return --weights, or None for a resumed run, whose weights are in its checkpoint."""
-        return None if self.resumes else self.recipe.weights
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that contradict each other."""

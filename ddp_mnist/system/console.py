@@ -50,11 +50,6 @@ class Console:
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line), self.must_arrive)
 
-    def close(self) -> None:
-        """Remove the bar, and print nothing from here on."""
-        self.__exit__()
-        self.verbose = False
-
     def progress(self, done: float, line: str, every_s: float = SECONDS_BETWEEN) -> None:
         """Show the share that is done, 0 to 1, with a line: as a bar on a terminal.
 

@@ -3,13 +3,10 @@
 It makes the default run a twelfth shorter. The core does without, and imports all of it.
 """
 
-import importlib
 import importlib.abc
 import sys
 import threading
 from typing import Any
-
-METRICS = "ddp_mnist.core.metrics"
 
 
 class Hide(importlib.abc.MetaPathFinder):
@@ -27,7 +24,7 @@ def import_metrics() -> None:
     """Import them in this thread."""
     sys.meta_path.insert(0, hide := Hide())
     try:
-        importlib.import_module(METRICS)
+        from ddp_mnist.core import metrics  # noqa: F401
     finally:
         sys.meta_path.remove(hide)
 

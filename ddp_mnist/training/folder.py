@@ -77,7 +77,7 @@ class RunFolder:
         a run that saved nothing. Raise StorageError if the folder cannot be made or written.
         """
         with files.storage_errors(Path(run_dir or RUNS)):
-            path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
+            path = make_run_folder(dataset) if run_dir is None else resolve_link(Path(run_dir))
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
@@ -225,7 +225,7 @@ def _link(latest: Path, path: Path) -> None:
         link.unlink(missing_ok=True)
 
 
-def reserve(dataset: str) -> Path:
+def make_run_folder(dataset: str) -> Path:
     """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raise StorageError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
@@ -246,7 +246,7 @@ def name_a_run() -> str:
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
 
 
-def without_link(path: Path) -> Path:
+def resolve_link(path: Path) -> Path:
     """Return the folder that runs/latest points to now; another run may change the link."""
     return path.parent / path.readlink() if path.is_symlink() else path
 

@@ -19,7 +19,7 @@ from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.text import reason
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, without_link
+from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, resolve_link
 from ddp_mnist.training.result import finished_line
 from ddp_mnist.training.saved_config import RUN_FORMAT, saved_config
 from ddp_mnist.training.training_run import TrainingRun
@@ -56,7 +56,7 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
     resume = config.run.resume
     if resume is None:
         return None
-    path = without_link(Path(config.run.run_dir or "" if resume == "auto" else resume))
+    path = resolve_link(Path(config.run.run_dir or "" if resume == "auto" else resume))
     try:
         state = read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):

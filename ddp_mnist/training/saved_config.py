@@ -15,7 +15,7 @@ RUN_FORMAT = 12
 def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
     """Return the content of config.json; `run_dir` is the folder on rank 0's machine."""
     config, world, images = run.config, run.world, run.images
-    in_effect = {
+    resolved = {
         "backend": world.backend,
         "mixed_precision": world.precision,
         "compile": bool(world.compile_options),
@@ -29,14 +29,14 @@ def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
         "own_code": run.found.own_code,
         "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},
         "recipe": flag_values(config.recipe),
-        "distribution": flag_values(config.distribution) | in_effect,
+        "distribution": flag_values(config.distribution) | resolved,
         "world": {
             "world size": world.store.world_size,
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
             "threads": world.threads,
-            **how_it_computes(world),
+            **runtime_facts(world),
         },
     }
 
@@ -53,10 +53,10 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
     own_code = {f"the code of {name}": code for name, code in run.found.own_code.items()}
     others = {"the data's digest": images.digest}
     others |= {"the images that --weights has seen": str(sum(images.left_out))}
-    return flags | others | own_code | how_it_computes(run.world)
+    return flags | others | own_code | runtime_facts(run.world)
 
 
-def how_it_computes(world: World) -> dict[str, Any]:
+def runtime_facts(world: World) -> dict[str, Any]:
     """Return how this process communicates and computes, and with which code."""
     return {
         "--backend": world.backend,

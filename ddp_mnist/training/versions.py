@@ -14,13 +14,14 @@ PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safet
 
 def package_versions() -> dict[str, str]:
     """Return Python's and each package's version, from metadata: imports would cost seconds."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
+    return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
 
 
 def code_digest() -> str:

@@ -1,21 +1,26 @@
 """One machine's part of a run over several: `make train-multinode`, or `make doctor`.
 
-Without a rank and an address, two nodes are rehearsed on this machine, over TCP, each with its own
-launcher.
+A bare launcher waits 15 minutes for a missing machine and then does not say which one. So the
+machines join a store first, with a deadline; then each starts `accelerate launch`. Without a rank
+and an address, two nodes are rehearsed on this machine, over TCP, each with its own launcher.
 """
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import Launch, config_file
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, join_machines
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.system.console import Console, tell
+
+DEFAULT_PORT = 12345
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,24 @@ class Multinode(Flags):
     num_machines: int = flag(2, "Number of machines.", least=1)
     nproc_per_node: int | None = flag(None, "Processes per machine [one per GPU, else 1].", least=1)
     verb: str = flag("train", "Verb to run.", choices=("train", "doctor"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run: the options of `accelerate launch`, by name."""
+
+    config_file: Path
+    num_machines: int
+    num_processes: int  # of all machines
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+
+    def command(self, verb: str, arguments: Sequence[str]) -> list[str]:
+        """Return the command that starts this machine's processes."""
+        options = (word for name, value in vars(self).items() for word in (f"--{name}", str(value)))
+        launch = [sys.executable, "-m", "accelerate.commands.launch", *options]
+        return [*launch, "-m", "ddp_mnist", verb, *arguments]
 
 
 def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
@@ -51,7 +74,7 @@ def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
     except FailedElsewhere as error:  # printed on that machine only
         tell(one_line(error))
         return error.code
-    return os.execv(sys.executable, node.command(arguments))
+    return os.execv(sys.executable, node.command(flags.verb, arguments))
 
 
 def make_node(flags: Multinode) -> Node:
@@ -66,8 +89,26 @@ def make_node(flags: Multinode) -> Node:
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
-    config = "multi_node" if gpus else "multi_node_cpu"
-    return Node(rank, address, port, size, flags.nproc_per_node or gpus or 1, config, flags.verb)
+    config = config_file("multi_node" if gpus else "multi_node_cpu")
+    return Node(config, size, size * (flags.nproc_per_node or gpus or 1), rank, address, port)
+
+
+def join_machines(node: Node, timeout_s: float) -> None:
+    """Return on every machine once all have joined and agree on their numbers.
+
+    Raise UsageError if the numbers differ; otherwise raise as `rendezvous.join_store` does.
+    """
+    from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal can do without
+
+    host, port = node.main_process_ip, node.main_process_port
+    launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
+    store = rendezvous.join_store(launch, timeout_s)
+    here = node.num_processes // node.num_machines
+    numbers = {"NPROC_PER_NODE": here, "the config": node.config_file.name}
+    difference = store.decide_for_all("numbers", numbers, rendezvous.first_difference)
+    store.close()  # the launcher of machine 0 opens the port again
+    if difference:
+        raise UsageError(difference)
 
 
 def rehearse(flags: Multinode, arguments: list[str]) -> int:
@@ -79,13 +120,14 @@ def rehearse(flags: Multinode, arguments: list[str]) -> int:
             f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
             " MACHINE_RANK and MAIN_PROCESS_IP"
         )
-    port, per_node = flags.main_process_port or free_port(), flags.nproc_per_node or 1
+    port, size = flags.main_process_port or free_port(), 2 * (flags.nproc_per_node or 1)
     launchers: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(2):
-            node = Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu", flags.verb)
-            console.print(f"node {rank}: {' '.join(node.command(arguments)[1:])}")
-            launchers.append(subprocess.Popen(node.command(arguments)))
+            node = Node(config_file("multi_node_cpu"), 2, size, rank, "127.0.0.1", port)
+            command = node.command(flags.verb, arguments)
+            console.print(f"node {rank}: {' '.join(command[1:])}")
+            launchers.append(subprocess.Popen(command))
         while True:
             codes = [launcher.poll() for launcher in launchers]
             if any(codes) or None not in codes:

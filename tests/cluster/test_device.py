@@ -8,7 +8,6 @@ from ddp_mnist.cluster.device import choose_device, has_native_bf16, set_threads
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
-from tests.commands import CONFIGS
 
 Patch = pytest.MonkeyPatch
 
@@ -62,28 +61,30 @@ def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
             assert has_native_bf16("cpu") is native
 
 
-@pytest.mark.parametrize(
-    ("launch", "config"),
-    [
-        (Launch("accelerate"), "cpu"),
-        (PAIR, "multi_cpu"),
-        (replace(PAIR, num_machines=2), "multi_node_cpu"),
-    ],
-)
-def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
-    launch: Launch, config: str, monkeypatch: Patch
-) -> None:
-    with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
-        choose_device(Distribution(mixed_precision="fp16"), launch)
+def test_fault_25_fp16_on_a_cpu(monkeypatch: Patch) -> None:
+    use = "fp16: needs a GPU; use --mixed-precision bf16, no or auto$"
+    with pytest.raises(UsageError, match=rf"^--mixed-precision {use}"):
+        choose_device(Distribution(mixed_precision="fp16"), PAIR)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(
-        UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
-    ):
-        choose_device(Distribution(), launch)
-    assert (
-        choose_device(Distribution(cpu=True), launch).precision != "fp16"
-    )  # it overrides the YAML
-    assert (CONFIGS / f"{config}.yaml").is_file()
+    with pytest.raises(UsageError, match=rf"^accelerate launch: its config's {use}"):
+        choose_device(Distribution(), PAIR)
+    # the flag --cpu overrides the YAML
+    assert choose_device(Distribution(cpu=True), PAIR).precision != "fp16"
+
+
+def test_the_compiler_that_the_launcher_names_beats_the_flags(
+    monkeypatch: Patch,
+) -> None:
+    plain, compiled = Distribution(), Distribution(compile=True)
+    assert choose_device(plain, Launch()).compile_options == {}
+    assert choose_device(compiled, Launch()).compile_options == {"backend": "inductor"}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    for flags in (plain, compiled):
+        assert choose_device(flags, Launch()).compile_options["backend"] == "aot_eager"
+        assert choose_device(flags, Launch(), full_precision=True).compile_options == {}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
+    with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
+        choose_device(plain, Launch())
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -125,8 +126,6 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
             choose_device(Distribution(backend="nccl"), launch)
-    with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
-        choose_device(Distribution(sync_bn=True), Launch())
     with monkeypatch.context() as on_a_gpu:
         on_a("cuda", on_a_gpu, native=False)
         for precision in ("fp16", None):

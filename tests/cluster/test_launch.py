@@ -5,7 +5,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
+from ddp_mnist.cluster.launch import NOT_DDP, Launch, config_flag, find_launch, first_slurm_host
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from tests.chaos import seconds_until_gone, wait_until
@@ -163,7 +163,7 @@ NO_ADDRESSES = """
     ("flags", "env", "message"),
     [
         *(({}, env, message) for env, message in REFUSED),
-        ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
+        ({"world_size": 2}, {}, "WORLD_SIZE=2: RANK is not set; set WORLD_SIZE, RANK, MASTER_A"),
         (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
         (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
         ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),
@@ -182,6 +182,17 @@ def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         find_launch(Distribution(**flags), env)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("variable", NOT_DDP)
+def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: str) -> None:
+    for off in ("", "0", "False"):
+        find_launch(Distribution(), {variable: off})
+    with pytest.raises(UsageError) as raised:
+        find_launch(Distribution(), {variable: "true"})
+    use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
+    told = f"{variable}=true: this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
+    assert str(raised.value) == told
 
 
 def test_what_does_not_train_is_alone_in_the_shell_of_a_job_and_together_under_srun() -> None:

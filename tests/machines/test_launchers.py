@@ -75,6 +75,24 @@ def test_the_courses_own_line(way: str, alone: Path, tmp_path: Path) -> None:
         assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 
+def test_a_config_with_a_compiler_debug_and_affinity_changes_no_weight(
+    alone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "{distributed_type: MULTI_GPU, num_processes: 2, debug: true, enable_cpu_affinity: true,"
+        " dynamo_config: {dynamo_backend: EAGER}}"
+    )
+    words = [*ACCELERATE, "own.yaml", *TRAIN, *PROOF.split(), "run", "--grad-accum", "4"]
+    slower = "ignore:Guards may run slower:RuntimeWarning"  # says torch's compiler on Python 3.13.0
+    [printed] = all_succeed([Started(words, tmp_path, {"PYTHONWARNINGS": slower})])
+    check_equal(tmp_path / "run", alone, 2)
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert (summary["grad_accum"], summary["compile"]) == (4, "eager")
+    plan = " ".join(printed.split())
+    assert "precision fp64, compiled by eager" in plan
+    assert "72 images a step = 2 processes x 4 parts x 9" in plan
+
+
 def test_the_way_of_old_tutorials(alone: Path, tmp_path: Path) -> None:
     """A script, which begins anew as a module, with --local-rank=N as its first argument."""
     train = str(REPOSITORY / "ddp_mnist" / "train.py")

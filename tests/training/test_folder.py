@@ -13,7 +13,7 @@ from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
-from ddp_mnist.training.folder import RUNS, RunFolder, reserve
+from ddp_mnist.training.folder import RUNS, RunFolder, make_run_folder
 from tests.chaos import wait_until
 from tests.ranks import at_once
 
@@ -68,7 +68,7 @@ def test_a_reserved_folder_or_one_that_the_person_names(tmp_path: Path) -> None:
     """It is the latest once a run begins there, if it lies beside the others."""
     (RUNS / "mine").mkdir(parents=True)
     (RUNS / "mine" / "notes.txt").touch()
-    assert [reserve("a/b"), reserve("a/b")] == [RUNS / "a_b-001", RUNS / "a_b-002"]
+    assert [make_run_folder("a/b"), make_run_folder("a/b")] == [RUNS / "a_b-001", RUNS / "a_b-002"]
     assert names(RUNS) == ["a_b-001", "a_b-002", "mine"] and names(RUNS / "a_b-002") == []
     for path in (RUNS / "a_b-002", RUNS / "mine", tmp_path / "else" / "where"):
         assert create(path, "a/b") == path

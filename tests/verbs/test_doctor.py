@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -26,10 +25,10 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.verbs.check_result import FAIL, PASS, WARN, CheckResult
+from ddp_mnist.verbs.doctor import collectives
 from ddp_mnist.verbs.doctor import group_checks as group
 from ddp_mnist.verbs.doctor import machine_checks as machine
 from ddp_mnist.verbs.doctor import verb as checks
-from ddp_mnist.verbs.doctor.collectives import payload
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.verify.mistakes import leave_out_last_parameter
 from tests.commands import Ended, Typed
@@ -58,6 +57,7 @@ def always(value: Any) -> Any:
     return lambda *_, **__: value
 
 
+OLD = {f"{M}.version_of": always("2.13")}
 LITTLE = {"psutil.virtual_memory": always(SimpleNamespace(available=1e9))}
 ONE_CORE = {"ddp_mnist.system.affinity.cores": always(1)}
 NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
@@ -77,7 +77,7 @@ BROKEN = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
 
 # What is patched (names without a dot are environment variables), the check, and its result
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
-    ({f"{M}.version": always("2.13")}, machine.software, "FAIL .* needs torch>=.* -> .*make venv"),
+    (OLD, machine.software, "FAIL .* needs torch>=.*, which is 2.13 -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES "),
     (ONE_OF_8, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
@@ -163,7 +163,9 @@ def on_rank_1(fault: Any) -> Any:
     return fault if os.environ["RANK"] == "1" else contextlib.nullcontext()
 
 
-def damaged(ranks: Iterable[int], parts: Any, device: Any, right: Any = payload) -> torch.Tensor:
+def damaged(
+    ranks: Iterable[int], parts: Any, device: Any, right: Any = collectives.payload
+) -> torch.Tensor:
     """Return the payload as if what rank 1 sends were damaged on its way."""
     ranks = [*ranks]
     return right(ranks, parts, device) + (torch.tensor(ranks) == 1)[:, None, None]
@@ -207,8 +209,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         here.options = dataclasses.replace(here.options, minutes=0.001)
         yield "burn-in", none, group.burn_in
         yield "bad burn-in", patch.object(train, "make_net", unsynchronised), group.burn_in
-    one_call = functools.partial(group.all_reduce_ms, calls=1)
-    yield "speeds", patch.object(group, "all_reduce_ms", one_call), group.speeds
+    yield "speeds", patch.object(collectives, "CALLS", 1), group.speeds
     seconds = 0.1 + 0.2 * here.rank
     yield "slow", patch.object(group, "compute_s", always(seconds)), group.slowest
     yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training

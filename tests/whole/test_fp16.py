@@ -90,8 +90,8 @@ def fp16_on_a_cpu(
     def in_fp16(*args: Any) -> DeviceConfig:
         return dataclasses.replace(choose_device(*args), precision="fp16")
 
-    def accelerator(*args: Any) -> Accelerator:
-        made = make_accelerator(*args)
+    def accelerator(**given: Any) -> Accelerator:
+        made = make_accelerator(**given)
         assert made.mixed_precision == "fp16"
         scalers.append(
             torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWTH_INTERVAL)

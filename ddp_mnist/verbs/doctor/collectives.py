@@ -16,6 +16,7 @@ from torch import Tensor
 
 LENGTH = 1000  # elements; not a multiple of any likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
+CALLS = 20  # in a median
 MAX = dist.ReduceOp.MAX
 T = TypeVar("T")
 
@@ -61,9 +62,7 @@ def collectives(
     }
 
 
-def all_reduce_ms(
-    device: torch.device, wait: Callable[[], None], calls: int = 20
-) -> dict[str, float]:
+def all_reduce_ms(device: torch.device, wait: Callable[[], None]) -> dict[str, float]:
     """Return the milliseconds of an all-reduce by message size, as the best of three medians.
 
     While another program uses the cores, a median is several times as long.
@@ -76,6 +75,6 @@ def all_reduce_ms(
     best = {}
     for name, size in SIZES.items():
         timed = partial(step, torch.zeros(size // 4, device=device))
-        rounds = [timeit.repeat(timed, number=1, repeat=calls + 1)[1:] for _ in range(3)]
+        rounds = [timeit.repeat(timed, number=1, repeat=CALLS + 1)[1:] for _ in range(3)]
         best[name] = 1e3 * min(map(statistics.median, rounds))
     return best

@@ -42,10 +42,7 @@ LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 SAME = "make versions, variables, code and data the same everywhere"
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
 BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-BAD_MACHINE = (
-    "do not train here; repeat on fewer machines to find the bad one (memory, network card, driver,"
-    " library)"
-)
+BAD_MACHINE = "do not train here; use fewer machines to find the bad one (memory, card or driver)"
 
 
 class Group:
@@ -55,7 +52,6 @@ class Group:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.store.world_size
         self.device = world.accelerator.device
-        self.is_first_here = world.store.rank_info.local_rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on rank 0; [] elsewhere. JSON's types only.
@@ -63,11 +59,8 @@ class Group:
         A machine that hangs fails here, even though its heartbeat continues.
         """
         everyone = list[Any]()
-
-        def keep(found: list[Any]) -> None:  # rank 0 alone decides, and the others need not know
-            everyone.extend(found)
-
-        self.store.decide_for_all("doctor's check", mine, keep, self.store.patience_s)
+        # rank 0 alone decides, and the others need not know
+        self.store.decide_for_all("doctor's check", mine, everyone.extend, self.store.patience_s)
         return everyone
 
     def merge(self, mine: list[CheckResult]) -> list[CheckResult]:
@@ -87,9 +80,7 @@ class Group:
         return [CheckResult(*each) for each in found]
 
 
-def check_group(
-    world: World, options: Doctor, machines: bool, met_s: float
-) -> Iterator[CheckResult | str]:
+def check_group(world: World, options: Doctor, machines: bool) -> Iterator[CheckResult | str]:
     """Yield a line on each check, then its results; with `machines`, each machine alone first.
 
     Raise CheckFailed, after a FAIL, if a check ends with an error, here or on another rank: the
@@ -97,7 +88,8 @@ def check_group(
     """
     group, store = Group(world, options), world.store
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
-    text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
+    took_s = time.monotonic() - world.start_time
+    text = f"{who} connected within {took_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
     checks = [machines_alone, *CHECKS] if machines else [*CHECKS]
     if options.minutes:
@@ -118,7 +110,7 @@ def check_group(
 def machines_alone(group: Group) -> list[CheckResult]:
     """Check each machine by its first rank: each problem gets a line, the rest is counted."""
     mine = list[CheckResult]()
-    if group.is_first_here:
+    if group.store.rank_info.local_rank == 0:
         options = replace(group.options, processes=group.store.rank_info.local_world_size)
         found = [each for each in check_machine(options) if isinstance(each, CheckResult)]
         mine = [result for result in found if result.status != PASS]
@@ -217,7 +209,7 @@ def speeds(group: Group) -> list[CheckResult]:
 def slowest(group: Group) -> list[CheckResult]:
     """Check that every rank computes about as fast: DDP is as fast as the slowest."""
     group.world.accelerator.wait_for_everyone()
-    if not (times := group.gather(compute_s(group.device))):
+    if not (times := group.gather(compute_s(group))):
         return []
     middle, most = statistics.median_low(times), max(times)
     slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
@@ -227,20 +219,20 @@ def slowest(group: Group) -> list[CheckResult]:
     return [check("computing", slow, text, fix, WARN, {"computing, ms": 1e3 * most})]
 
 
-def compute_s(device: torch.device) -> float:
+def compute_s(group: Group) -> float:
     """Return the least seconds of ten matrix products: other programs can only make it longer.
 
     [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not keep it
     busy, and training uses its 16-bit units. A slow device tries less often, for about 2 s.
     """
-    size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
-    square, seconds = torch.ones(size, size, device=device, dtype=dtype), list[float]()
+    on_gpu, seconds = group.device.type == "cuda", list[float]()
+    size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
+    square = torch.ones(size, size, device=group.device, dtype=dtype)
     while len(seconds) < 3 or (len(seconds) < TRIES and sum(seconds) < TRIES_S):
         clock = time.monotonic()
         for _ in range(10):
             square = square @ square / size
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        group.world.wait_for_gpu()
         seconds.append(time.monotonic() - clock)
     return min(seconds)
 
@@ -275,18 +267,16 @@ def training(group: Group) -> list[CheckResult]:
 
 def burn_in(group: Group) -> list[CheckResult]:
     """Work and train again and again: overheating and loose contacts show only after a while."""
-    rounds = 0
     results = list[CheckResult]()
     until = time.monotonic() + 60 * group.options.minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):
         results += [*right_results(group), *training(group)]
-        compute_s(group.device)
+        compute_s(group)
         results += faulty_devices(group)
-        rounds += 1
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-    text = f"{count(rounds, 'round')} in {group.options.minutes:g} minutes, {early:,.0f} images/s"
-    text += f" at first and {late:,.0f} at last"
+    text = f"{count(len(speed), 'round')} in {group.options.minutes:g} minutes, {early:,.0f}"
+    text += f" images/s at first and {late:,.0f} at last"
     if wrong := [result for result in results if result.status != PASS]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
         return [wrong[0]._replace(name="burn-in", text=text)]

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 import psutil
@@ -14,15 +14,15 @@ from packaging.requirements import Requirement
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system import affinity
 from ddp_mnist.system.files import try_to_write
 from ddp_mnist.system.text import count, reason
-from ddp_mnist.training.versions import PACKAGES, package_versions
+from ddp_mnist.training.versions import PACKAGES, package_versions, version_of
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
+from ddp_mnist.verbs.multinode import DEFAULT_PORT
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
@@ -57,18 +57,14 @@ def unmet(package: str) -> Iterator[str]:
     for needed in map(Requirement, requires(package) or []):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
-        try:
-            found = version(needed.name)
-        except PackageNotFoundError:
-            found = "none"
-        if found == "none" or not needed.specifier.contains(found, prereleases=True):
-            yield f"{package} needs {needed.name}{needed.specifier}, not {found}"
+        found = version_of(needed.name)
+        if found == "missing" or not needed.specifier.contains(found, prereleases=True):
+            yield f"{package} needs {needed.name}{needed.specifier}, which is {found}"
 
 
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees all GPUs of the machine, and that each processor computes correctly."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
-    is_hidden = hardware.HIDE_GPUS in os.environ
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         out_of = f" of the {there} in /dev" if mine < there else ""
@@ -77,9 +73,8 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
         text = f"{there}, hidden by {hardware.HIDE_GPUS} (as --cpu does)"
     else:
         text = unused or "none; training runs on the CPU, with gloo"
-    worst, fix = FAIL, hardware.GPU_FIX
-    if fewer := 0 < mine < there and not is_hidden:
-        worst, fix = WARN, SOME_GPUS_FIX
+    fewer = 0 < mine < there and hardware.HIDE_GPUS not in os.environ
+    worst, fix = (WARN, SOME_GPUS_FIX) if fewer else (FAIL, hardware.GPU_FIX)
     yield check("GPUs", unused or fewer, text, fix, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, check_gpus, folder=Path.cwd())[0]
@@ -95,8 +90,8 @@ def product(device: torch.device) -> CheckResult:
     """Check a matrix product of small whole numbers, which is exact in float32 in any order."""
     a, b = torch.randint(-8, 9, (2, 512, 512), generator=torch.Generator().manual_seed(0))
     try:
-        on_gpu = device.type == "cuda"
-        model = torch.cuda.get_device_name(device) if on_gpu else hardware.cpu_model()
+        is_cpu = device.type == "cpu"
+        model = hardware.cpu_model() if is_cpu else torch.cuda.get_device_name(device)
         found = (a.float().to(device) @ b.float().to(device)).cpu()
     except RuntimeError as error:
         fix = "see nvidia-smi; end what holds it, reset or replace it"

@@ -4,7 +4,6 @@ Started alone, it checks this machine and then processes that it starts itself; 
 launcher, on one or more machines, it checks them together.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +77,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
-            results = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
-            return list[CheckResult](results[0])
+            return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
@@ -90,17 +88,15 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
     """Return the results of all ranks together; rank 0 prints them. See `check_group`."""
-    launch, clock = find_launch(distribution), time.monotonic()
-    results = list[CheckResult]()
+    launch, results = find_launch(distribution), list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
-    console.draw(0, "waiting for all to connect ...")
+    if launch.rank == 0:
+        console.draw(0, "waiting for all to connect ...")
     try:
         with console, join_world(distribution, launch) as world:
-            if launch.rank > 0:
-                console.close()
+            console.verbose &= launch.rank == 0
             with narrated_elsewhere(world, not flags.json):
-                met_s = time.monotonic() - clock
-                for result in print_each(check_group(world, flags, machines, met_s), console):
+                for result in print_each(check_group(world, flags, machines), console):
                     results.append(result)
     except StorageError:  # of stdout
         raise
