@@ -11,7 +11,7 @@ PATCH, STRIDE = 32, 8  # pixels: the side of a patch, and from one patch to the 
 TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch further right
 
 
-def load_digits(where: str) -> Listing:
+def load_digits(typed: str) -> Listing:
     """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for testing.
 
     Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers, so
@@ -28,7 +28,7 @@ def load_digits(where: str) -> Listing:
     order = np.random.RandomState(0).permutation(len(images))  # NumPy guarantees it never to change
     splits = {"train": order[360:], "test": order[:360]}
     return Listing(
-        where,
+        typed,
         {split: images[rows] for split, rows in splits.items()},
         {split: labels[rows].astype(np.int64) for split, rows in splits.items()},
         DIGITS,
@@ -36,7 +36,7 @@ def load_digits(where: str) -> Listing:
     )
 
 
-def load_sample_images(where: str) -> Listing:
+def load_sample_images(typed: str) -> Listing:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
     Test patches are cut from the right of each photograph, train patches from its left, with a
@@ -53,7 +53,7 @@ def load_sample_images(where: str) -> Listing:
         of_photos = [_patches(photo[:, columns]) for photo in photos.images]
         images[split] = np.concatenate(of_photos)
         labels[split] = np.repeat(np.arange(len(classes)), [len(each) for each in of_photos])
-    return Listing(where, images, labels, classes, notes=[])
+    return Listing(typed, images, labels, classes, notes=[])
 
 
 def _patches(photo: np.ndarray) -> np.ndarray:

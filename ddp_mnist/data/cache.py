@@ -171,8 +171,8 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
         rows["test"], share = rows.pop("train"), 0.0
         found["notes"].append("there is no test split, so all images count")
     elif "test" not in rows:
-        train, where = rows["train"], f"--dataset {source.typed}"
-        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, where)
+        train = rows["train"]
+        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
         held, share = train[drawn[0]], drawn[1]
         rows = {"train": np.setdiff1d(train, held), "test": held}
         found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()

@@ -83,7 +83,7 @@ def decode_all(
     rows = rows_of(part)
     if unread := listing.targets.keys() - rows.keys():
         raise DataError(
-            f"{listing.where}: no image of split {unread.pop()} can be read; replace them"
+            f"{listing.typed}: no image of split {unread.pop()} can be read; replace them"
         )
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
@@ -201,7 +201,7 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
     if len(named) <= MOST_BROKEN * len(listing):
         return [f"{those} and were left out: {shown}"]
     fix = "leave their rows out" if listing.column else "move them out of the folder"
-    raise DataError(f"{listing.where}: {those}: {shown}; replace them or {fix}")
+    raise DataError(f"{listing.typed}: {those}: {shown}; replace them or {fix}")
 
 
 # --- What the pixels show

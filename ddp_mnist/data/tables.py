@@ -36,20 +36,20 @@ NAMES = {
 }
 
 
-def list_hub(hub_id: str, where: str, options: ImageOptions) -> Listing:
+def list_hub(hub_id: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
     """
     import datasets
 
-    typed, fix = where, ""
+    fault, fix = typed, ""
     if why := why_out_of_reach(hub_id):
-        typed = f"{where}: is not in the cache, and the Hub cannot be reached ({why})"
+        fault = f"{typed}: is not in the cache, and the Hub cannot be reached ({why})"
         fix = OFFLINE_FIX
-    with quiet_library(offline=bool(why)), blame(typed, DataError, fix):
+    with quiet_library(offline=bool(why)), blame(fault, DataError, fix):
         table = datasets.load_dataset(hub_id)
-    return list_table(table, where, options)
+    return list_table(table, typed, options)
 
 
 def why_out_of_reach(hub_id: str) -> str | None:
@@ -72,24 +72,24 @@ def why_out_of_reach(hub_id: str) -> str | None:
     return None
 
 
-def list_tables(folder: str, where: str, options: ImageOptions) -> Listing:
+def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set that the library saved in a folder, or finds there as tables."""
     import datasets
 
-    with quiet_library(offline=True), blame(where, DataError, FOLDER_FIX):
+    with quiet_library(offline=True), blame(typed, DataError, FOLDER_FIX):
         if is_saved(folder):
-            return list_table(datasets.load_from_disk(folder), where, options, folder)
+            return list_table(datasets.load_from_disk(folder), typed, options, folder)
         if pattern := re.search(r"[][*?]", folder):
             fault = f"has {pattern[0]} in its path, which would be a pattern here"
-            raise DataError(f"{where}: {fault}; rename it")
+            raise DataError(f"{typed}: {fault}; rename it")
         if len(names := datasets.get_dataset_config_names(folder)) > 1:
             fix = "save the one that you want by save_to_disk of `datasets`, and give that folder"
-            raise DataError(f"{where}: has several configurations: {joined(names, 80)}; {fix}")
+            raise DataError(f"{typed}: has several configurations: {joined(names, 80)}; {fix}")
         # The library's Arrow copy is only needed until the images are decoded. It is mapped, not
         # read: a file that was removed exists as long as it is mapped.
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
             table = read_tables(folder, place)
-    return list_table(table, where, options, folder)
+    return list_table(table, typed, options, folder)
 
 
 def has_images(file: Path) -> bool:
@@ -122,30 +122,30 @@ def read_tables(folder: str, scratch: str) -> Any:
 
 
 def list_table(
-    dataset: Any, where: str, options: ImageOptions, folder: str | None = None
+    dataset: Any, typed: str, options: ImageOptions, folder: str | None = None
 ) -> Listing:
     """Return a table's images and labels. Raise DataError, which names column and row."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
-    splits, notes = choose_splits(named, where, options)
+    splits, notes = choose_splits(named, typed, options)
     if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
     first, last = next(iter(splits.values())), [*splits.values()][-1]
-    image_column, targets_in, unused = find_columns(first, where, options.columns)
+    image_column, targets_in, unused = find_columns(first, typed, options.columns)
     for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
-            fault = f"{where}: column {column} is {kind} in train and {other} in test"
+            fault = f"{typed}: column {column} is {kind} in train and {other} in test"
             raise DataError(f"{fault}; give both the same type and the same names")
     found = dict[str, list[list[Any]]]()
     for split, rows in splits.items():
         if len(rows) == 0:
-            raise DataError(f"{where}: split {split} has no rows; check its files")
+            raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
     if options.columns:
         targets, classes = dict[str, np.ndarray](), list[str]()
         for split, columns in found.items():
-            at = f"{where}: split {split}, column"
+            at = f"{typed}: split {split}, column"
             numbers = [
                 [number_in(x, f"{at} {name}: row {row}") for row, x in enumerate(column)]
                 for name, column in zip(targets_in, columns, strict=True)
@@ -154,13 +154,13 @@ def list_table(
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
         labels = {split: column for split, [column] in found.items()}
-        targets, classes = number_labels(labels, where, targets_in[0], names)
+        targets, classes = number_labels(labels, typed, targets_in[0], names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
-    return Listing(where, cells, targets, classes, notes + unused, image_column)
+    return Listing(typed, cells, targets, classes, notes + unused, image_column)
 
 
 def find_columns(
-    rows: Any, where: str, columns: tuple[str, ...] = ()
+    rows: Any, typed: str, columns: tuple[str, ...] = ()
 ) -> tuple[str, list[str], list[str]]:
     """Return the names of the image column and of those with the targets, and notes on unused ones.
 
@@ -184,7 +184,7 @@ def find_columns(
     for what, names in found.items():
         if not names:
             among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
-            raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
+            raise DataError(f"{typed}: no {what} column among {among}; add one, named {what}")
         names.sort(key=lambda name: [*NAMES.get(what, ()), name].index(name))
         if others := ", ".join(names[1:]):
             notes.append(f"{what}s are those of column {names[0]}; not used: {others}")
