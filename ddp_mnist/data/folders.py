@@ -15,7 +15,7 @@ import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
+from ddp_mnist.data.listing import LABELS, Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.text import first_of, joined, printable
 
@@ -32,11 +32,8 @@ SPLIT_NAMES = {
     for split, words in SPLIT_WORDS.items()
 }
 EXACT = {word for words in SPLIT_WORDS.values() for word in words}
-LABELS = ("label", "labels")  # names of the column
-BESIDE_IMAGES = (  # files that are clearly not images
-    *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
-    *(".parquet", ".tsv", ".txt", ".xml"),
-)
+# Suffixes of files that are clearly not images.
+BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml)")
 JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*)(/|$)")  # what systems leave
 HIDDEN = re.compile(r"(^|/)\.")
 CLASS_FOLDERS = "put each image into the folder of its class, of two or more"
@@ -93,7 +90,7 @@ def find_images(
         if file.is_file():
             if suffix in endings:
                 images.append(path)
-            elif suffix not in BESIDE_IMAGES:
+            elif not BESIDE_IMAGES.fullmatch(suffix):
                 odd[path.suffix or "no ending"] += 1
         elif file.is_symlink():
             fault = f"{typed}: {path} is a link to a folder or to nothing, and is not followed"

@@ -19,6 +19,7 @@ from ddp_mnist.errors import DataError
 from ddp_mnist.system.text import joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test")
+LABELS = ("label", "labels")  # names of the column
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
 
@@ -147,10 +148,8 @@ def number_labels(
     # NFC: macOS composes accents in another way, and both look alike.
     words = {s: [unicodedata.normalize("NFC", str(v)) for v in each] for s, each in labels.items()}
     numbers = all(type(value) is int for values in labels.values() for value in values)
-    classes = sorted(
-        {word for each in words.values() for word in each}, key=int if numbers else None
-    )
+    every = {word for each in words.values() for word in each}
+    classes = sorted(every, key=int if numbers else None)
     index_of = {name: index for index, name in enumerate(classes)}
-    return {
-        s: np.array([index_of[w] for w in each], np.int64) for s, each in words.items()
-    }, classes
+    indices = {s: np.array([index_of[w] for w in each], np.int64) for s, each in words.items()}
+    return indices, classes
