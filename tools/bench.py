@@ -102,7 +102,7 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
     flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
         images = cache.load(dataset)
-        pictures = images.image_format.pictures
+        pictures = not images.image_format.bright_on_black
         full = resolve_recipe(Recipe(), len(images.rows["train"]), size, pictures=pictures)
         steps = min(STEPS, len(images.rows["train"]) // full.batch_size)
         recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)

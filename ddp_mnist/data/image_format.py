@@ -31,11 +31,6 @@ class ImageFormat:
     characters: bool = False
 
     @property
-    def pictures(self) -> bool:
-        """Whether the images are not bright strokes on black: pictures are augmented by default."""
-        return not self.bright_on_black
-
-    @property
     def kind(self) -> str:
         """What augmentation calls these images: strokes, characters or pictures."""
         if self.bright_on_black:

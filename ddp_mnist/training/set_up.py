@@ -142,7 +142,7 @@ def resolve(config: TrainConfig, dataset: str, images: ImageData, processes: int
     Raises as `resolve_recipe` does, and UsageError if the run has too few steps to profile.
     """
     flags, val_rows = config.run, len(images.rows["validation"])
-    rows, pictures = len(images.rows["train"]) + val_rows, images.image_format.pictures
+    rows, pictures = len(images.rows["train"]) + val_rows, not images.image_format.bright_on_black
     recipe = resolve_recipe(config.recipe, rows, processes, val_rows, pictures, config.resumes)
     if flags.profile and flags.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(
@@ -196,7 +196,7 @@ def open_folder(
 
     where = run.world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
     folder.write_json(CONFIG, saved_config(run, run_id, where))
-    seen = [images.trained_on(), run.found.seen, trained_on(where)]
+    seen = [images.keys[images.rows["train"]], run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
     return Opened(run_id, where, checkpoint)

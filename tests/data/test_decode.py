@@ -100,8 +100,7 @@ def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> ImageFor
     }
     listing = Listing("it", dict(zip(STORED_SPLITS, pixels, strict=False)), labels, classes, [])
     with tempfile.TemporaryDirectory() as place:
-        at = Path(place)
-        about, arrays = decode_all(listing, AS_THEY_ARE, at, at / "broken.txt", lambda _: None)
+        about, arrays = decode_all(listing, AS_THEY_ARE, Path(place), lambda _: None)
     shape = splits[0].shape[1:]
     mean, std = mean_and_std(arrays["sums"][: len(splits[0])], shape)
     return ImageFormat(**about["image_format"], mean=mean, std=std, notes=about["notes"])
@@ -141,4 +140,4 @@ def test_classes_of_single_characters_are_known() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
     for classes, characters in ((DIGITS, True), (["由", "甲"], True), (["cat", "dog"], False)):
         made = preparation_of(noise, classes=classes)
-        assert (made.characters, made.pictures) == (characters, True)
+        assert (made.characters, made.bright_on_black) == (characters, False)
