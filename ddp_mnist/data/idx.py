@@ -17,7 +17,7 @@ def list_idx(folder: str, typed: str) -> Listing | None:
 
     A header has 0, 0, the type (8: bytes), the number of dimensions, and their sizes as int32.
     """
-    found = dict[tuple[str, str], np.ndarray]()
+    found: dict[str, dict[str, np.ndarray]] = {"images": {}, "labels": {}}
     for split, stem in STEMS.items():
         for kind, sides in (("images", 3), ("labels", 1)):
             name = f"{stem}-{kind}[-.]idx{sides}-ubyte*"
@@ -27,18 +27,13 @@ def list_idx(folder: str, typed: str) -> Listing | None:
                     raw = file.read_bytes()
                     raw = gzip.decompress(raw) if file.suffix == ".gz" else raw
                     shape = np.frombuffer(raw, ">i4", sides, 4)
-                    found[kind, split] = np.frombuffer(raw, np.uint8, -1, 4 + 4 * sides).reshape(
-                        shape
-                    )
-    if not found:
+                    values = np.frombuffer(raw, np.uint8, -1, 4 + 4 * sides)
+                    found[kind][split] = values.reshape(shape)
+    images, labels = found.values()
+    if not (count := len(images) + len(labels)):
         return None
-    if len(found) < 4:
-        raise DataError(
-            f"{typed}: has only {len(found)} of MNIST's four IDX files; fetch the others"
-        )
-    images, labels = (
-        {split: found[kind, split] for split in STEMS} for kind in ("images", "labels")
-    )
+    if count < 4:
+        raise DataError(f"{typed}: has only {count} of MNIST's four IDX files; fetch the others")
     for split in STEMS:
         if len(images[split]) != len(labels[split]):
             fault = f"{len(images[split])} images but {len(labels[split])} labels"
