@@ -27,7 +27,7 @@ MISFIT = "undo what has changed in the code of the net or the optimizer, or begi
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
-class Opened(NamedTuple):
+class OpenedFolder(NamedTuple):
     """What every rank knows of the run folder, and of the checkpoint in it."""
 
     run_id: str = ""  # each checkpoint holds it
@@ -44,11 +44,11 @@ class RecordedRun(Run):
         stop: StopSignals,
         folder: RunFolder | None = None,  # has no path on ranks that do not write
         console: Console | None = None,  # silent on all but one
-        opened: Opened | None = None,
+        opened: OpenedFolder | None = None,
         profile: Any = NO_PROFILE,  # torch's, with --profile
     ) -> None:
         self.run, self.stop, self.profile = run, stop, profile
-        self.run_id, self.where, self.checkpoint = opened or Opened()
+        self.run_id, self.where, self.checkpoint = opened or OpenedFolder()
         self.folder, self.console = folder or RunFolder(), console or Console(False)
         flags = run.config.run
         self.log_every, self.checkpoint_every = flags.log_every, flags.checkpoint_every

@@ -34,7 +34,7 @@ from ddp_mnist.training.found import Found, find_named
 from ddp_mnist.training.interrupts import answer_interrupts
 from ddp_mnist.training.net import try_before_training
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
-from ddp_mnist.training.recorded_run import Opened, RecordedRun
+from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
 from ddp_mnist.training.training_run import TrainingRun, make_run
@@ -174,7 +174,7 @@ def without_seen(
 
 def open_folder(
     run: TrainingRun, folder: RunFolder, earlier: EarlierRun | None, console: Console
-) -> Opened:
+) -> OpenedFolder:
     """Create the run folder on rank 0's machine, or reopen it if the run is resumed.
 
     Raises as RunFolder.create and resume.load_latest do.
@@ -199,4 +199,4 @@ def open_folder(
     seen = [images.keys[images.rows["train"]], run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
-    return Opened(run_id, where, checkpoint)
+    return OpenedFolder(run_id, where, checkpoint)
