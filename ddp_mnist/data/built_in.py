@@ -20,20 +20,16 @@ def load_digits(typed: str) -> Listing:
     """
     from sklearn import datasets
 
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    small = pixels.reshape(-1, 8, 8).astype(np.int64)
+    values, labels = datasets.load_digits(return_X_y=True)
+    small = values.reshape(-1, 8, 8).astype(np.int64)
     large = np.pad(small.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (3, 3), (3, 3)))
     shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # NumPy guarantees it never to change
     splits = {"train": order[360:], "test": order[:360]}
-    return Listing(
-        typed,
-        {split: images[rows] for split, rows in splits.items()},
-        {split: labels[rows].astype(np.int64) for split, rows in splits.items()},
-        DIGITS,
-        notes=["the 8x8 digits were enlarged to 28x28"],
-    )
+    pixels = {split: images[rows] for split, rows in splits.items()}
+    targets = {split: labels[rows].astype(np.int64) for split, rows in splits.items()}
+    return Listing(typed, pixels, targets, DIGITS, ["the 8x8 digits were enlarged to 28x28"])
 
 
 def load_sample_images(typed: str) -> Listing:

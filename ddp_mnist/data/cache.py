@@ -54,10 +54,9 @@ def choose(
         load("mnist", cache_dir, options, log=log)
         return "mnist", []
     except DataError as error:
-        return "digits", [
-            f"MNIST is not available: {str(error).partition(';')[0]}",
-            "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
-        ]
+        why = f"MNIST is not available: {str(error).partition(';')[0]}"
+        instead = "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
+        return "digits", [why, instead]
 
 
 def load(

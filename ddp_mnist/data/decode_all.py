@@ -19,7 +19,7 @@ from psutil import virtual_memory
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, stored_pixels
 from ddp_mnist.data.held_out import key_of, strata
-from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
+from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
@@ -34,6 +34,7 @@ LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
 SHOWN = 10  # broken files to name in an error
 MOST_BROKEN = 0.01  # of all, which are left out
 SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
+BLOCK = 2**22  # pixels at a time, for statistics
 BYTES_A_PIXEL = 20  # at most, while an image is decoded
 
 
@@ -100,15 +101,12 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
 
     All are in colour if any is.
     """
-    sizes: Counter[tuple[int, int]] = Counter()
-    odd: Counter[str] = Counter()
-    colourful = 0
+    sizes, odd, colourful = Counter[tuple[int, int]](), Counter[str](), 0
     for _, (size, grey, what) in listing.each(facts_of):
         sizes[size] += 1
         odd.update(what)
         colourful += not grey
-    if not sizes:  # none can be read
-        sizes[1, 1] += 1
+    sizes = sizes or Counter([(1, 1)])  # none can be read
     size, total = options.size or usual_size(sizes), sizes.total()
     colour = (colourful or options.for_evaluation) and not options.grey
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
@@ -198,7 +196,9 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
     """
     sums = np.zeros((len(images), images.shape[1], 2), np.uint64)
     is_plain, dark, bright = np.zeros((3, len(images)), bool)
-    for block in blocks_of(images):
+    rows_at_once = max(1, BLOCK // math.prod(images.shape[1:]))  # copies of all may not fit
+    for start in range(0, len(images), rows_at_once):
+        block = slice(start, start + rows_at_once)
         pixels = images[block]
         wide = pixels.astype(np.uint16)  # holds 255 squared; 64 bits take 3 times as long
         sums[block, :, 0] = wide.sum((2, 3), dtype=np.uint64)

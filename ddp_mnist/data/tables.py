@@ -36,11 +36,9 @@ def list_hub(hub_id: str, typed: str, options: ImageOptions) -> Listing:
     """
     import datasets
 
-    fault, fix = typed, ""
-    if why := why_out_of_reach(hub_id):
-        fault = f"{typed}: is not in the cache, and the Hub cannot be reached ({why})"
-        fix = OFFLINE_FIX
-    with quiet_library(offline=bool(why)), blame(fault, DataError, fix):
+    why = why_out_of_reach(hub_id)
+    fault = f"{typed}: is not in the cache, and the Hub cannot be reached ({why})" if why else typed
+    with quiet_library(offline=bool(why)), blame(fault, DataError, OFFLINE_FIX if why else ""):
         table = datasets.load_dataset(hub_id)
     return list_table(table, typed, options)
 
