@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,17 +75,14 @@ def is_metadata(file: Path) -> bool:
     return file.stem == "metadata" and file.suffix in READERS
 
 
-def find_images(
-    typed: str, folder: str, found: Sequence[Path] | None = None
-) -> tuple[list[Path], list[str]]:
-    """Return the images, relative to the folder, and a note on files with other endings, if any.
+def find_images(typed: str, folder: str, paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """Return the images among `paths_in` a folder, and a note on files with other endings, if any.
 
-    Texts and tables are not worth a note. `found` are the paths in the folder, relative to it, if
-    it was listed before. Raise DataError for a link to a folder or to nothing.
+    Texts and tables are not worth a note. Raise DataError for a link to a folder or to nothing.
     """
     endings = image_endings()
     images, odd = list[Path](), Counter[str]()
-    for path in paths_in(Path(folder)) if found is None else found:
+    for path in paths:
         suffix, file = path.suffix.lower(), Path(folder, path)
         if file.is_file():
             if suffix in endings:
@@ -141,7 +138,8 @@ def list_folder(
     splits, more = choose_splits(found, typed, options)
     if not labels:
         for each in splits.values():
-            labels |= classes_of(typed, each, bool(by_folders), unused)
+            check_class_folders(typed, each, bool(by_folders), unused)
+            labels |= {image: image.parent.name for image in each}
         unused += empty_classes(folder, paths, images)
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes = list[str]()
@@ -182,13 +180,11 @@ def split_in(name: str) -> str:
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
-def classes_of(
-    typed: str, images: list[Path], in_splits: bool, unused: list[str]
-) -> dict[Path, str]:
-    """Return the class of each image of a split, the folder that it lies in.
+def check_class_folders(typed: str, images: list[Path], in_splits: bool, unused: list[str]) -> None:
+    """Raise DataError if a split's images do not lie in folders of classes, side by side.
 
-    Raise DataError if these folders do not lie side by side, or if one is that of the split, with
-    `in_splits`. `unused` are notes on metadata files without labels, which may be what was meant.
+    With `in_splits`, none of these may be that of the split. `unused` are notes on metadata files
+    without labels, which may be what was meant.
     """
     first = images[0]
     for image in images:
@@ -199,7 +195,6 @@ def classes_of(
             fault = f"{typed}: which folder is the class of {both}? {CLASS_FOLDERS}"
             fix = "if that has numbers to learn, give --task MODULE:CLASS"
             raise DataError("; ".join([fault, *unused, *[fix] * bool(unused)]))
-    return {image: image.parent.name for image in images}
 
 
 def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
@@ -225,9 +220,7 @@ def read_metadata(
             there = {name for row in rows for name in row}
             wanted = columns or tuple(name for name in LABELS if name in there)[:1] or ("label",)
             if missing := [name for name in ("file_name", *wanted) if name not in there]:
-                noun = "columns" if missing[1:] else "column"
-                names = " and ".join(missing)
-                notes.append(f"{file} has no {noun} {names}, and was not used")
+                notes.append(f"{file} lacks {' and '.join(missing)}, and was not used")
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))
