@@ -112,8 +112,7 @@ def list_folder(
         raise DataError("; ".join([f"{typed}: holds no image that can be read", *notes]))
     if not there:
         return None
-    metadata = [*filter(is_metadata, paths)]
-    labels, unused = read_metadata(typed, folder, metadata, options.columns)
+    labels, unused = read_metadata(typed, folder, paths, options.columns)
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
@@ -206,7 +205,7 @@ def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[st
 
 
 def read_metadata(
-    typed: str, folder: str, files: list[Path], columns: tuple[str, ...]
+    typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
 ) -> tuple[dict[Path, Any], list[str]]:
     """Return the label of each image that a metadata file names, and notes on files without any.
 
@@ -214,7 +213,7 @@ def read_metadata(
     the numbers of these instead. Raise DataError for a bad row, or if these columns are missing.
     """
     labels, notes = dict[Path, Any](), list[str]()
-    for file in files:
+    for file in filter(is_metadata, paths):
         with blame(f"{typed}: {file}", DataError):
             rows = [row for row in READERS[file.suffix](Path(folder, file)) if any(row.values())]
             there = {name for row in rows for name in row}
