@@ -131,7 +131,8 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
 def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
     """Decode into a temporary folder, then rename it: a folder with its final name is complete."""
     temporary = path.with_name(f"{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process; no other writes now
+    if temporary.exists():
+        shutil.rmtree(temporary)  # of a killed process; no other writes now
     temporary.mkdir()
 
     def tell(what: str) -> None:
