@@ -1,1 +1,1 @@
-"""The data set: reading, decoding once, caching, sampling in global batches, augmentation."""
+"""The data set: finding and reading it, decoding once, caching, and the rows of each split."""

@@ -11,7 +11,7 @@ PATCH, STRIDE = 32, 8  # pixels: the side of a patch, and from one patch to the 
 TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch further right
 
 
-def load_digits(where: str) -> Listing:
+def load_digits(typed: str) -> Listing:
     """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for testing.
 
     Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers, so
@@ -20,23 +20,19 @@ def load_digits(where: str) -> Listing:
     """
     from sklearn import datasets
 
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    small = pixels.reshape(-1, 8, 8).astype(np.int64)
+    values, labels = datasets.load_digits(return_X_y=True)
+    small = values.reshape(-1, 8, 8).astype(np.int64)
     large = np.pad(small.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (3, 3), (3, 3)))
     shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # NumPy guarantees it never to change
     splits = {"train": order[360:], "test": order[:360]}
-    return Listing(
-        where,
-        {split: images[rows] for split, rows in splits.items()},
-        {split: labels[rows].astype(np.int64) for split, rows in splits.items()},
-        DIGITS,
-        notes=["the 8x8 digits were enlarged to 28x28"],
-    )
+    pixels = {split: images[rows] for split, rows in splits.items()}
+    targets = {split: labels[rows].astype(np.int64) for split, rows in splits.items()}
+    return Listing(typed, pixels, targets, DIGITS, ["the 8x8 digits were enlarged to 28x28"])
 
 
-def load_sample_images(where: str) -> Listing:
+def load_sample_images(typed: str) -> Listing:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
     Test patches are cut from the right of each photograph, train patches from its left, with a
@@ -53,7 +49,7 @@ def load_sample_images(where: str) -> Listing:
         of_photos = [_patches(photo[:, columns]) for photo in photos.images]
         images[split] = np.concatenate(of_photos)
         labels[split] = np.repeat(np.arange(len(classes)), [len(each) for each in of_photos])
-    return Listing(where, images, labels, classes, notes=[])
+    return Listing(typed, images, labels, classes, notes=[])
 
 
 def _patches(photo: np.ndarray) -> np.ndarray:

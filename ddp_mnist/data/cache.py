@@ -54,10 +54,9 @@ def choose(
         load("mnist", cache_dir, options, log=log)
         return "mnist", []
     except DataError as error:
-        return "digits", [
-            f"MNIST is not available: {str(error).partition(';')[0]}",
-            "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
-        ]
+        why = f"MNIST is not available: {str(error).partition(';')[0]}"
+        instead = "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
+        return "digits", [why, instead]
 
 
 def load(
@@ -131,9 +130,9 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
 
 def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
     """Decode into a temporary folder, then rename it: a folder with its final name is complete."""
-    for leftover in path.parent.glob(f"{path.name}.*.tmp"):
-        shutil.rmtree(leftover)  # of a killed process; no other writes now
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)  # of a killed process; no other writes now
     temporary.mkdir()
 
     def tell(what: str) -> None:
@@ -142,8 +141,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
 
     try:
         fingerprint, listing = source.fingerprint, source.listing(options)
-        list_of_broken = path.with_name(f"{path.name}.broken.txt")
-        about, arrays = decode_all(listing, options, temporary, list_of_broken, tell)
+        about, arrays = decode_all(listing, options, temporary, tell)
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
         about |= {"format": CACHE_FORMAT, "fingerprint": fingerprint}
@@ -166,28 +164,26 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     """Return the data set, with the rows to train and to test on."""
     keys, labels = found["keys"], held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
-    share: float | None = None
+    test_share: float | None = None
     if "test" not in rows and options.test_size == 0:
-        rows["test"], share = rows.pop("train"), 0.0
+        rows["test"], test_share = rows.pop("train"), 0.0
         found["notes"].append("there is no test split, so all images count")
     elif "test" not in rows:
-        train, where = rows["train"], f"--dataset {source.typed}"
-        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, where)
-        held, share = train[drawn[0]], drawn[1]
+        train = rows["train"]
+        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
+        held, test_share = train[drawn[0]], drawn[1]
         rows = {"train": np.setdiff1d(train, held), "test": held}
-        found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
-        found["notes"].insert(
-            0,
-            f"{len(held):,} of {len(train):,} images are held out for the test, by a hash of their"
-            f" pixels: with --test-size {share:.3g} each stays there as the folder grows",
-        )
+        found["digest"] = hashlib.sha256(f"{found['digest']} {test_share}".encode()).hexdigest()
+        those = f"{len(held):,} of {len(train):,} images are held out for the test"
+        stay = f"with --test-size {test_share:.3g} each stays there as the folder grows"
+        found["notes"].insert(0, f"{those}, by a hash of their pixels: {stay}")
     rows.setdefault("train", np.arange(0))
     found["caveats"] = found.pop("careful")
     if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
         shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
-        fix = "add images" if share is None else "add images, or give a larger --test-size"
+        fix = "add images" if test_share is None else "add images, or give a larger --test-size"
         found["caveats"].append(f"the test has no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
-    return ImageData(**found, rows=rows, test_share=share)
+    return ImageData(**found, rows=rows, test_share=test_share)

@@ -17,6 +17,7 @@ from ddp_mnist.system.text import reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
+TRANSPARENT = "an alpha channel, laid on white, or on black if all that is visible is white"
 TURN = PIL.Image.Transpose
 # The transposition that makes an image upright, by its EXIF orientation: that of Pillow's own
 # exif_transpose, which also writes the EXIF data anew, and so raises for some that are damaged.
@@ -137,27 +138,19 @@ def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
 
     Raise DataError for mode F.
     """
-    image = eight_bits(image)
+    if image.mode == "F":
+        raise DataError("mode F has no fixed range: save 8-bit images")
+    if image.mode.startswith("I"):  # convert("L") would make all above 255 white
+        deep, clear = np.asarray(image), image.info.get("transparency")
+        image = PIL.Image.fromarray((deep // 256).clip(0, 255).astype(np.uint8))
+        if clear is not None:  # a value of 16 bits
+            image.putalpha(PIL.Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = laid_on("white", layer)
         if is_plain(image) and not is_plain(on_black := laid_on("black", layer)):
             image = on_black
     return image if image.mode == mode else image.convert(mode)
-
-
-def eight_bits(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Return the image with values of 8 bits. Raise DataError for mode F."""
-    if image.mode == "F":
-        raise DataError("mode F has no fixed range: save 8-bit images")
-    if not image.mode.startswith("I"):
-        return image
-    deep, clear = np.asarray(image), image.info.get("transparency")
-    # convert("L") would make all above 255 white
-    image = PIL.Image.fromarray((deep // 256).clip(0, 255).astype(np.uint8))
-    if clear is not None:  # a value of 16 bits
-        image.putalpha(PIL.Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
-    return image
 
 
 def laid_on(paper: str, layer: PIL.Image.Image) -> PIL.Image.Image:
@@ -167,14 +160,6 @@ def laid_on(paper: str, layer: PIL.Image.Image) -> PIL.Image.Image:
 def is_plain(image: PIL.Image.Image) -> bool:
     """Return whether the image is of one colour."""
     return all(low == high for low, high in np.reshape(image.getextrema(), (-1, 2)).tolist())
-
-
-def has_transparent_pixels(image: PIL.Image.Image) -> bool:
-    """Return whether a decoded image has transparent pixels; its header says whether it may."""
-    image = eight_bits(image)
-    if not image.has_transparency_data:
-        return False
-    return bool((np.asarray(image.convert("RGBA").getchannel("A")) < 255).any())
 
 
 def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
@@ -189,6 +174,7 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
         "an orientation in EXIF and became upright": turned != 1,
         "several frames, of which the first counts": getattr(image, "is_animated", False),
         SIXTEEN_BITS: sixteen,
+        TRANSPARENT: image.has_transparency_data,
         "CMYK colours, which became RGB": image.mode == "CMYK",
     }
     odd = [what for what, is_so in unusual.items() if is_so]

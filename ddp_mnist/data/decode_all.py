@@ -17,15 +17,9 @@ import PIL.Image
 from psutil import virtual_memory
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import (
-    SIXTEEN_BITS,
-    decode_image,
-    facts_of,
-    has_transparent_pixels,
-    stored_pixels,
-)
+from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, stored_pixels
 from ddp_mnist.data.held_out import key_of, strata
-from ddp_mnist.data.image_format import DIGITS, Shape, blocks_of, borders_of
+from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
@@ -37,25 +31,22 @@ RowsBySplit = dict[str, Array]  # by split
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
 # torchvision's weights, or less for a small data set, which then trains faster and just as well.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
-TRANSPARENT = "transparent parts, laid on white, or on black if all that is visible is white"
 SHOWN = 10  # broken files to name in an error
 MOST_BROKEN = 0.01  # of all, which are left out
 SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
+BLOCK = 2**22  # pixels at a time, for statistics
 BYTES_A_PIXEL = 20  # at most, while an image is decoded
 
 
 def decode_all(
-    listing: Listing,
-    options: ImageOptions,
-    folder: Path,
-    list_of_broken: Path,
-    tell: Callable[[str], None],
+    listing: Listing, options: ImageOptions, folder: Path, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
     These are targets, as in `Listing`, keys, uint64 [N] (see held_out.py), the part, int8 [N] (0:
     train, 1: test, -1: cannot be read), and sums of each image's values and of their squares,
-    uint64 [N, C, 2]. `tell` is called with a line when decoding begins.
+    uint64 [N, C, 2]. `tell` is called with a line when decoding begins. If many images cannot be
+    read, they are listed in a file beside the folder.
     Raise DataError, which names all images that cannot be read, if more than a few cannot, and
     OSError if the disk has no room.
     """
@@ -63,18 +54,14 @@ def decode_all(
         listing.check_classes()
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
-    keys, clear = np.zeros(len(listing), np.uint64), 0
+    keys = np.zeros(len(listing), np.uint64)
 
-    def decode(image: PIL.Image.Image) -> tuple[Array, int, bool]:
-        pixels = decode_image(image, shape)
-        return pixels, key_of(stored_pixels(image)), has_transparent_pixels(image)
+    def decode(image: PIL.Image.Image) -> tuple[Array, int]:
+        return decode_image(image, shape), key_of(stored_pixels(image))
 
-    for number, (pixels, key, is_clear) in listing.each(decode, threads_for(largest)):
+    for number, (pixels, key) in listing.each(decode, threads_for(largest)):
         images[number], keys[number] = pixels, key
-        clear += is_clear
-    if clear:
-        converted.append(f"{clear:,} of {len(listing):,} images had {TRANSPARENT}")
-    broken = broken_files(listing, list_of_broken)
+    broken = broken_files(listing, folder.with_suffix(".broken.txt"))
 
     targets = np.concatenate([*listing.targets.values()])
     parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
@@ -82,9 +69,8 @@ def decode_all(
     part[[*listing.broken]] = -1
     rows = rows_of(part)
     if unread := listing.targets.keys() - rows.keys():
-        raise DataError(
-            f"{listing.where}: no image of split {unread.pop()} can be read; replace them"
-        )
+        fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
+        raise DataError(f"{fault}; replace them")
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
@@ -115,15 +101,12 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
 
     All are in colour if any is.
     """
-    sizes: Counter[tuple[int, int]] = Counter()
-    odd: Counter[str] = Counter()
-    colourful = 0
+    sizes, odd, colourful = Counter[tuple[int, int]](), Counter[str](), 0
     for _, (size, grey, what) in listing.each(facts_of):
         sizes[size] += 1
         odd.update(what)
         colourful += not grey
-    if not sizes:  # none can be read
-        sizes[1, 1] += 1
+    sizes = sizes or Counter([(1, 1)])  # none can be read
     size, total = options.size or usual_size(sizes), sizes.total()
     colour = (colourful or options.for_evaluation) and not options.grey
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
@@ -201,7 +184,7 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
     if len(named) <= MOST_BROKEN * len(listing):
         return [f"{those} and were left out: {shown}"]
     fix = "leave their rows out" if listing.column else "move them out of the folder"
-    raise DataError(f"{listing.where}: {those}: {shown}; replace them or {fix}")
+    raise DataError(f"{listing.typed}: {those}: {shown}; replace them or {fix}")
 
 
 # --- What the pixels show
@@ -213,7 +196,9 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
     """
     sums = np.zeros((len(images), images.shape[1], 2), np.uint64)
     is_plain, dark, bright = np.zeros((3, len(images)), bool)
-    for block in blocks_of(images):
+    rows_at_once = max(1, BLOCK // math.prod(images.shape[1:]))  # copies of all may not fit
+    for start in range(0, len(images), rows_at_once):
+        block = slice(start, start + rows_at_once)
         pixels = images[block]
         wide = pixels.astype(np.uint16)  # holds 255 squared; 64 bits take 3 times as long
         sums[block, :, 0] = wide.sum((2, 3), dtype=np.uint64)
@@ -246,20 +231,17 @@ def warnings_about(
     """
     found, every = list[str](), np.concatenate([*rows.values()])
     train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
-    if (seen := test[np.isin(keys[test], keys[train])]).size:
-        those = f"{len(seen):,} of {len(test):,} test images are in train too"
-        found.append(f"{those}{first_file(listing, seen)}: take them out of one")
+    if (shared := test[np.isin(keys[test], keys[train])]).size:
+        those = f"{len(shared):,} of {len(test):,} test images are in train too"
+        found.append(f"{those}{first_file(listing, shared)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
     if (twice := order[1:][same]).size:
-        found.append(
-            f"{len(twice):,} images lie in two classes{first_file(listing, twice)}: decide on one"
-        )
+        those = f"{len(twice):,} images lie in two classes"
+        found.append(f"{those}{first_file(listing, twice)}: decide on one")
     plain = every[is_plain[every]]
-    of_class, of_plain = (
-        np.bincount(labels[each], minlength=labels.max() + 1) for each in (every, plain)
-    )
-    if (of_plain > of_class / 2).any():
+    of_class = np.bincount(labels[every])
+    if (np.bincount(labels[plain], minlength=len(of_class)) > of_class / 2).any():
         those = f"{len(plain):,} of {len(every):,} images show a single colour"
         found.append(f"{those}{first_file(listing, plain)}: look at them")
     return found

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.listing import Listing, choose_splits, number_in, number_labels
+from ddp_mnist.data.listing import LABELS, Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.text import first_of, joined, printable
 
@@ -32,11 +32,8 @@ SPLIT_NAMES = {
     for split, words in SPLIT_WORDS.items()
 }
 EXACT = {word for words in SPLIT_WORDS.values() for word in words}
-LABELS = ("label", "labels")  # names of the column
-BESIDE_IMAGES = (  # files that are clearly not images
-    *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
-    *(".parquet", ".tsv", ".txt", ".xml"),
-)
+# Suffixes of files that are clearly not images.
+BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml)")
 JUNK = re.compile(r"(^|/)(__MACOSX|__pycache__|\._[^/]*)(/|$)")  # what systems leave
 HIDDEN = re.compile(r"(^|/)\.")
 CLASS_FOLDERS = "put each image into the folder of its class, of two or more"
@@ -78,25 +75,22 @@ def is_metadata(file: Path) -> bool:
     return file.stem == "metadata" and file.suffix in READERS
 
 
-def find_images(
-    where: str, folder: str, found: Sequence[Path] | None = None
-) -> tuple[list[Path], list[str]]:
-    """Return the images, relative to the folder, and a note on files with other endings, if any.
+def find_images(typed: str, folder: str, paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """Return the images among `paths_in` a folder, and a note on files with other endings, if any.
 
-    Texts and tables are not worth a note. `found` are the paths in the folder, relative to it, if
-    it was listed before. Raise DataError for a link to a folder or to nothing.
+    Texts and tables are not worth a note. Raise DataError for a link to a folder or to nothing.
     """
     endings = image_endings()
     images, odd = list[Path](), Counter[str]()
-    for path in paths_in(Path(folder)) if found is None else found:
+    for path in paths:
         suffix, file = path.suffix.lower(), Path(folder, path)
         if file.is_file():
             if suffix in endings:
                 images.append(path)
-            elif suffix not in BESIDE_IMAGES:
+            elif not BESIDE_IMAGES.fullmatch(suffix):
                 odd[path.suffix or "no ending"] += 1
         elif file.is_symlink():
-            fault = f"{where}: {path} is a link to a folder or to nothing, and is not followed"
+            fault = f"{typed}: {path} is a link to a folder or to nothing, and is not followed"
             raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common()]
     shown = printable(", ".join(first_of(kinds, 5)))
@@ -105,7 +99,7 @@ def find_images(
 
 
 def list_folder(
-    where: str, folder: str, paths: list[Path], options: ImageOptions
+    typed: str, folder: str, paths: list[Path], options: ImageOptions
 ) -> Listing | None:
     """Return the images of a folder, by split and class, with notes on all that are left out.
 
@@ -113,17 +107,16 @@ def list_folder(
     them have such a word. Return None if there are no images. Raise DataError if the class of an
     image is not clear.
     """
-    there, notes = find_images(where, folder, paths)
+    there, notes = find_images(typed, folder, paths)
     if not there and notes:
-        raise DataError("; ".join([f"{where}: holds no image that can be read", *notes]))
+        raise DataError("; ".join([f"{typed}: holds no image that can be read", *notes]))
     if not there:
         return None
-    metadata = [*filter(is_metadata, paths)]
-    labels, unused = read_metadata(where, folder, metadata, options.columns)
+    labels, unused = read_metadata(typed, folder, paths, options.columns)
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
-            raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
+            raise DataError(f"{typed}: {path} has a name that is not UTF-8; rename it")
     by_folders = split_by_folders(images, has_labels=bool(labels))
     split_of = by_folders or split_by_files(images) or dict.fromkeys(images, "train")
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
@@ -133,25 +126,26 @@ def list_folder(
         if labels:
             kind, fix = "metadata file", "add them, or move it if the folders are the classes"
         few = f"{len(left_out):,} of {len(images):,} images are in no {kind}, as {left_out[0]}"
-        raise DataError(f"{where}: {few}, but {next(iter(taken), 'none')} is; {fix}")
+        raise DataError(f"{typed}: {few}, but {next(iter(taken), 'none')} is; {fix}")
     if unnamed := [image for image in taken if labels and labels[image] in (None, "")]:
-        raise DataError(f"{where}: {unnamed[0]} has no label in its metadata file; add it")
+        raise DataError(f"{typed}: {unnamed[0]} has no label in its metadata file; add it")
     by_split = {s: [image for image in taken if taken[image] == s] for s in SPLIT_WORDS}
     found = {split: each for split, each in by_split.items() if each}
     if undescribed := sorted({*split_of.values()} - found.keys()):
-        fault = f"{where}: no metadata file describes the images of {undescribed[0]}"
+        fault = f"{typed}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
-    splits, more = choose_splits(found, where, options)
+    splits, more = choose_splits(found, typed, options)
     if not labels:
         for each in splits.values():
-            labels |= classes_of(where, each, bool(by_folders), unused)
+            check_class_folders(typed, each, bool(by_folders), unused)
+            labels |= {image: image.parent.name for image in each}
         unused += empty_classes(folder, paths, images)
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes = list[str]()
     if options.columns:
         targets = {split: np.array(each, np.float32) for split, each in of_split.items()}
     else:
-        targets, classes = number_labels(of_split, where, "label")
+        targets, classes = number_labels(of_split, typed, "label")
     every = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
     hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
     left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
@@ -159,7 +153,7 @@ def list_folder(
         note = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out"
         unused.append(f"{note}, as {printable(str(left_out[0]))}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
-    return Listing(where, cells, targets, classes, notes + unused + more)
+    return Listing(typed, cells, targets, classes, notes + unused + more)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
@@ -185,13 +179,11 @@ def split_in(name: str) -> str:
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
-def classes_of(
-    where: str, images: list[Path], in_splits: bool, unused: list[str]
-) -> dict[Path, str]:
-    """Return the class of each image of a split, the folder that it lies in.
+def check_class_folders(typed: str, images: list[Path], in_splits: bool, unused: list[str]) -> None:
+    """Raise DataError if a split's images do not lie in folders of classes, side by side.
 
-    Raise DataError if these folders do not lie side by side, or if one is that of the split, with
-    `in_splits`. `unused` are notes on metadata files without labels, which may be what was meant.
+    With `in_splits`, none of these may be that of the split. `unused` are notes on metadata files
+    without labels, which may be what was meant.
     """
     first = images[0]
     for image in images:
@@ -199,10 +191,9 @@ def classes_of(
         is_split = in_splits and split_in(folder) and not any(map(split_in, above))
         if is_split or not folder or image.parts[:-2] != first.parts[:-2]:
             both = first if image is first else f"{first} and {image}"
-            fault = f"{where}: which folder is the class of {both}? {CLASS_FOLDERS}"
+            fault = f"{typed}: which folder is the class of {both}? {CLASS_FOLDERS}"
             fix = "if that has numbers to learn, give --task MODULE:CLASS"
             raise DataError("; ".join([fault, *unused, *[fix] * bool(unused)]))
-    return {image: image.parent.name for image in images}
 
 
 def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
@@ -214,7 +205,7 @@ def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[st
 
 
 def read_metadata(
-    where: str, folder: str, files: list[Path], columns: tuple[str, ...]
+    typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
 ) -> tuple[dict[Path, Any], list[str]]:
     """Return the label of each image that a metadata file names, and notes on files without any.
 
@@ -222,30 +213,28 @@ def read_metadata(
     the numbers of these instead. Raise DataError for a bad row, or if these columns are missing.
     """
     labels, notes = dict[Path, Any](), list[str]()
-    for file in files:
-        with blame(f"{where}: {file}", DataError):
+    for file in filter(is_metadata, paths):
+        with blame(f"{typed}: {file}", DataError):
             rows = [row for row in READERS[file.suffix](Path(folder, file)) if any(row.values())]
             there = {name for row in rows for name in row}
             wanted = columns or tuple(name for name in LABELS if name in there)[:1] or ("label",)
             if missing := [name for name in ("file_name", *wanted) if name not in there]:
-                noun = "columns" if missing[1:] else "column"
-                names = " and ".join(missing)
-                notes.append(f"{file} has no {noun} {names}, and was not used")
+                notes.append(f"{file} lacks {' and '.join(missing)}, and was not used")
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))
                 label = row.get(wanted[0])
                 if columns:
-                    at = f"{where}: {file}: {image}, column"
+                    at = f"{typed}: {file}: {image}, column"
                     label = tuple(number_in(row.get(name), f"{at} {name}") for name in columns)
                 if labels.setdefault(image, label) != label:
                     both = f"{image} has the labels {labels[image]} and {label}"
-                    raise DataError(f"{where}: {file}: {both}; decide on one")
+                    raise DataError(f"{typed}: {file}: {both}; decide on one")
     if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
         labels = {image: int(each) for image, each in labels.items()}
     if columns and not labels:
         named = ", ".join(("file_name", *columns))
-        fault = f"{where}: holds no metadata.csv with the columns {named}"
+        fault = f"{typed}: holds no metadata.csv with the columns {named}"
         raise DataError("; ".join([fault, *notes, "add what is missing" if notes else "add one"]))
     return labels, notes
 

@@ -25,7 +25,7 @@ def key_of(pixels: np.ndarray) -> int:
 
 
 def draw_test(
-    keys: np.ndarray, labels: np.ndarray, asked: float | None, where: str
+    keys: np.ndarray, labels: np.ndarray, asked: float | None, typed: str
 ) -> tuple[np.ndarray, float]:
     """Return the images, in order, that are the test, and their share.
 
@@ -36,12 +36,12 @@ def draw_test(
     if share >= 1:
         if share >= len(keys):
             fix = f"give fewer, or a share such as {FIFTH}"
-            raise UsageError(f"--test-size {asked:g}: {where} has {len(keys):,} images; {fix}")
+            raise UsageError(f"--test-size {asked:g}: {typed} has {len(keys):,} images; {fix}")
         share /= len(keys)
     held = draw_by_share(keys, labels, share)
     if not held.size:
         fault = "no image can be held out for the test, as each class has only one"
-        raise DataError(f"{where}: {fault} (copies count as one); add more")
+        raise DataError(f"{typed}: {fault} (copies count as one); add more")
     return held, share
 
 

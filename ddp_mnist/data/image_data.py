@@ -52,15 +52,15 @@ class ImageData:
         rows = {"train": np.setdiff1d(train, held), "validation": held}
         return dataclasses.replace(self, rows=self.rows | rows)
 
-    def without(self, seen: Collection[int], why: str) -> "ImageData":
-        """Return the data set without the validation and test images whose keys were `seen`.
+    def without(self, keys: Collection[int], why: str) -> "ImageData":
+        """Return the data set without the validation and test images with one of the `keys`.
 
         Raise DataError, which begins with `why`, if nothing is left of a split.
         """
         rows, caveats, left_out = dict(self.rows), [*self.caveats], list[int]()
         for split in ("validation", "test"):
             there = rows.get(split, np.arange(0))
-            is_seen = np.isin(self.keys[there], np.asarray(seen, np.uint64))
+            is_seen = np.isin(self.keys[there], np.asarray(keys, np.uint64))
             if is_seen.any():
                 those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
                 if is_seen.all():
@@ -74,10 +74,6 @@ class ImageData:
         """Return the data set with one more sentence on what may spoil a result."""
         return dataclasses.replace(self, caveats=[*self.caveats, sentence])
 
-    def trained_on(self) -> np.ndarray:
-        """Return the distinct keys, sorted, of the train images that are not held out."""
-        return np.unique(self.keys[self.rows["train"]])
-
     def files_of(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the files, relative to their folder, of those of the rows that have one."""
         with blame(str(self.files), DataError, "decode again: prepare --refresh"):
@@ -86,11 +82,10 @@ class ImageData:
 
     def per_class(self) -> dict[str, list[int]]:
         """Return the number of images of each class, by split, validation's in train."""
-        rows = {"train": [*self.rows["train"], *self.rows.get("validation", [])]}
-        rows["test"] = [*self.rows["test"]]
-        count = len(self.classes)
+        train = [*self.rows["train"], *self.rows.get("validation", [])]
         return {
-            s: np.bincount(self.targets[each], minlength=count).tolist() for s, each in rows.items()
+            split: np.bincount(self.targets[rows], minlength=len(self.classes)).tolist()
+            for split, rows in (("train", train), ("test", [*self.rows["test"]]))
         }
 
     def describe(self) -> dict[str, Any]:

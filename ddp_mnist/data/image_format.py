@@ -4,7 +4,6 @@ The format is saved with the weights, so that `predict` prepares an image as tra
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
 DARK = 32  # of 255: anything darker looks black; JPEG turns pure black into such values
-BLOCK = 2**22  # pixels at a time, for statistics
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,6 @@ class ImageFormat:
     digit_photos: bool
     # The classes are single characters: mirrored, some would be another one or meaningless.
     characters: bool = False
-
-    @property
-    def pictures(self) -> bool:
-        """Whether the images are not bright strokes on black: pictures are augmented by default."""
-        return not self.bright_on_black
 
     @property
     def kind(self) -> str:
@@ -65,13 +58,6 @@ def mean_and_std(
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # 0 if all pixels were equal
     return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())
-
-
-def blocks_of(images: np.ndarray) -> Iterator[slice]:
-    """Yield the places of some of the images at a time: copies of all may not fit into memory."""
-    rows = max(1, BLOCK // math.prod(images.shape[1:]))
-    for start in range(0, len(images), rows):
-        yield slice(start, start + rows)
 
 
 def is_bright_paper(border: np.ndarray) -> np.ndarray:

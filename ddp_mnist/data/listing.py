@@ -19,6 +19,7 @@ from ddp_mnist.errors import DataError
 from ddp_mnist.system.text import joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test")
+LABELS = ("label", "labels")  # names of the column
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
 
@@ -30,7 +31,7 @@ Split = TypeVar("Split", bound=Collection[Any])
 class Listing:
     """A data set that is not decoded yet; its images are numbered from 0, train's first."""
 
-    where: str  # as errors begin
+    typed: str  # as errors begin, e.g. --dataset photos
     images: Mapping[str, Iterable[Cell]]  # by split; read twice: headers first, then pixels
     # Of each split: labels, int64 [N], 0 <= label < len(classes), or numbers, float32 [N, columns]
     targets: Mapping[str, np.ndarray]
@@ -47,14 +48,14 @@ class Listing:
         """Raise DataError if there are too many classes, or one, or if test has one of its own."""
         if not 2 <= len(self.classes) <= MAX_CLASSES:
             names = joined(map(shown_name, self.classes), 80)
-            fault = f"{self.where}: has {len(self.classes):,} classes ({names})"
+            fault = f"{self.typed}: has {len(self.classes):,} classes ({names})"
             raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
         if not self.targets.keys() >= {*STORED_SPLITS}:
             return
         test = self.targets["test"]
         if (unseen := np.flatnonzero(~np.isin(test, self.targets["train"]))).size:
             row, label = unseen[0], shown_name(self.classes[test[unseen[0]]])
-            fault = f"{self.where}: class {label} has images in test (row {row}) and none in train"
+            fault = f"{self.typed}: class {label} has images in test (row {row}) and none in train"
             fix = "add some to train, or correct the labels"
             raise DataError("; ".join([fault, *self.notes, fix]))
 
@@ -80,7 +81,7 @@ class Listing:
             except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
                 may_pass = getattr(error, "errno", None) not in (None, ENOENT, EISDIR, ENOTDIR)
                 if may_pass or isinstance(error, MemoryError):
-                    raise DataError(f"{self.where}: {name}: {reason(error)}") from error
+                    raise DataError(f"{self.typed}: {name}: {reason(error)}") from error
                 self.broken[number] = f"{name} ({why_unread(name, error)})"
 
         every = ((split, *each) for split in self.images for each in enumerate(self.images[split]))
@@ -94,7 +95,7 @@ class Listing:
 
 
 def choose_splits(
-    found: Mapping[str, Split], where: str, options: ImageOptions
+    found: Mapping[str, Split], typed: str, options: ImageOptions
 ) -> tuple[dict[str, Split], list[str]]:
     """Return train and, if there is one, test; and notes on what the other splits are.
 
@@ -112,7 +113,7 @@ def choose_splits(
         notes.append(f"{unused}: validation images are cut out of train (--val-size)")
     if "train" not in splits and not (options.for_evaluation and splits):
         fix = "name a split, a folder or the files so"
-        raise DataError(f"{where}: needs the split train, found: {', '.join(found)}; {fix}")
+        raise DataError(f"{typed}: needs the split train, found: {', '.join(found)}; {fix}")
     return splits, notes
 
 
@@ -127,7 +128,7 @@ def number_in(value: Any, at: str) -> float:
 
 
 def number_labels(
-    labels: Mapping[str, Sequence[Any]], where: str, column: str, names: Sequence[str] = ()
+    labels: Mapping[str, Sequence[Any]], typed: str, column: str, names: Sequence[str] = ()
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return labels as int64 indices of their classes, and the names of the classes.
 
@@ -140,17 +141,15 @@ def number_labels(
         for row, value in enumerate(values):
             is_one = isinstance(value, int) and 0 <= value <= (last if names else value)
             if not is_one and (names or not value or not isinstance(value, str)):
-                at = f"{where}: split {split}, column {column}: row {row}"
+                at = f"{typed}: split {split}, column {column}: row {row}"
                 raise DataError(f"{at} has label {value!r}; give {legal}")
     if names:
         return {split: np.asarray(values, np.int64) for split, values in labels.items()}, [*names]
     # NFC: macOS composes accents in another way, and both look alike.
     words = {s: [unicodedata.normalize("NFC", str(v)) for v in each] for s, each in labels.items()}
     numbers = all(type(value) is int for values in labels.values() for value in values)
-    classes = sorted(
-        {word for each in words.values() for word in each}, key=int if numbers else None
-    )
+    every = {word for each in words.values() for word in each}
+    classes = sorted(every, key=int if numbers else None)
     index_of = {name: index for index, name in enumerate(classes)}
-    return {
-        s: np.array([index_of[w] for w in each], np.int64) for s, each in words.items()
-    }, classes
+    indices = {s: np.array([index_of[w] for w in each], np.int64) for s, each in words.items()}
+    return indices, classes

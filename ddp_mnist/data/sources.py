@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist import errors
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
 from ddp_mnist.data.folders import is_metadata, list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
+from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.text import did_you_mean, printable
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -30,7 +30,7 @@ class Source:
     name: str
     kind: str
     place: str
-    typed: str = field(default="", compare=False)  # its name in errors
+    typed: str = field(default="", compare=False)  # as errors begin, e.g. --dataset photos
     warnings: list[str] = field(default_factory=list, compare=False)
 
     def listing(self, options: ImageOptions) -> Listing:
@@ -39,29 +39,28 @@ class Source:
         Raise DataError if they cannot be read, or StorageError if the disk has no space to unpack
         them.
         """
-        where = f"--dataset {self.typed}"
         if self.kind == "hub":
-            return tables.list_hub(self.place, where, options)
-        with errors.blame(where, errors.DataError):
-            built_in = BUILT_IN[self.kind](where) if self.kind in BUILT_IN else None
-            found = built_in or list_idx(self.place, where) or self._folder(where, options)
+            return tables.list_hub(self.place, self.typed, options)
+        with blame(self.typed, DataError):
+            built_in = BUILT_IN[self.kind](self.typed) if self.kind in BUILT_IN else None
+            found = built_in or list_idx(self.place, self.typed) or self._folder(options)
         if options.columns and found.classes:
-            raise errors.DataError(f"{where}: has classes, and no {', '.join(options.columns)}")
+            raise DataError(f"{self.typed}: has classes, and no {', '.join(options.columns)}")
         return found
 
-    def _folder(self, where: str, options: ImageOptions) -> Listing:
+    def _folder(self, options: ImageOptions) -> Listing:
         """Return the tables in a folder, or else its images."""
         parquet = [p for p in self.paths if p.suffix == ".parquet" and not is_metadata(p)]
         has_tables = any(tables.has_images(Path(self.place, path)) for path in parquet[:1])
         listing = None
         if not has_tables and not tables.is_saved(self.place):
-            listing = list_folder(where, self.place, self.paths, options)
-        return listing or tables.list_tables(self.place, where, options)
+            listing = list_folder(self.typed, self.place, self.paths, options)
+        return listing or tables.list_tables(self.place, self.typed, options)
 
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The paths in a folder, relative to it; the folder is listed once."""
-        with errors.blame(f"--dataset {self.typed}", errors.DataError):
+        with blame(self.typed, DataError):
             return paths_in(Path(self.place))
 
     @functools.cached_property
@@ -69,7 +68,7 @@ class Source:
         """A hash of name, size and time of each file of a folder, which change when the data do."""
         if self.kind != "folder":
             return ""
-        with errors.blame(f"--dataset {self.typed}", errors.DataError):
+        with blame(self.typed, DataError):
             places = [Path(self.place, path) for path in self.paths]
             linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
             files = {path for path in itertools.chain(places, *linked) if path.is_file()}
@@ -99,29 +98,30 @@ def find_source(dataset: str) -> Source:
     Raise DataError if a path does not lead to a folder, UsageError if it is neither a name nor a
     path.
     """
+    typed = f"--dataset {dataset}"
     beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
     note = f"{dataset} is the data set of that name; for the folder, give ./{dataset}"
     notes = [note] if beside else []
     if dataset in BUILT_IN:
         place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
-        return Source(dataset, dataset, place, dataset, notes)
+        return Source(dataset, dataset, place, typed, notes)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], dataset, notes)
+        return Source(dataset, "hub", HUB_IDS[dataset], typed, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
-    with errors.blame(f"--dataset {dataset}", errors.DataError):
+    with blame(typed, DataError):
         if dataset and path.is_dir():
-            return Source(printable(path.name), "folder", str(path), dataset)
+            return Source(printable(path.name), "folder", str(path), typed)
         if dataset and path.exists():
-            raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
+            raise DataError(f"{typed}: is a file; give the folder it lies in")
     names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
     near = did_you_mean(Path(dataset).name, names)
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
-        raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
+        raise DataError(f"{typed}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset, dataset)
+        return Source(dataset.replace("/", "--"), "hub", dataset, typed)
     fix = "choose from mnist, fashion_mnist, digits, patches, a Hub id (owner/name) or a folder"
-    raise errors.UsageError(f"--dataset {dataset}: no such data set or folder; {fix}{near}")
+    raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
 
 
 def from_anywhere(dataset: str) -> str:

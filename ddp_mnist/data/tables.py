@@ -4,7 +4,6 @@ Heavy libraries are imported where they are used, because a cached run needs non
 """
 
 import contextlib
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -15,41 +14,33 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.listing import Cell, Listing, choose_splits, number_in, number_labels
+from ddp_mnist.data.listing import LABELS, Cell, Listing, choose_splits, number_in, number_labels
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import causes, joined, reason
 
 HUB_TIMEOUT_S = 5.0
-PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")  # their values hold passwords
 OFFLINE_FIX = (
     "set HF_ENDPOINT to a mirror of the Hub that answers, run ddp-mnist prepare where there is a"
     " network and copy the cache folder, give a folder (--dataset PATH), or train on the built-in"
     " digits (--dataset digits)"
 )
-FOLDER_FIX = (
-    "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"
-)
-NAMES = {
-    "image": ("image", "images", "img", "pixels", "pixel_values"),
-    "label": ("label", "labels"),
-}
+FOLDER_FIX = "give images in train/CLASS/ and test/CLASS/, or whole parquet files of one config"
+NAMES = {"image": ("image", "images", "img", "pixels", "pixel_values"), "label": LABELS}
 
 
-def list_hub(hub_id: str, where: str, options: ImageOptions) -> Listing:
+def list_hub(hub_id: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
     """
     import datasets
 
-    typed, fix = where, ""
-    if why := why_out_of_reach(hub_id):
-        typed = f"{where}: is not in the cache, and the Hub cannot be reached ({why})"
-        fix = OFFLINE_FIX
-    with quiet_library(offline=bool(why)), blame(typed, DataError, fix):
+    why = why_out_of_reach(hub_id)
+    fault = f"{typed}: is not in the cache, and the Hub cannot be reached ({why})" if why else typed
+    with quiet_library(offline=bool(why)), blame(fault, DataError, OFFLINE_FIX if why else ""):
         table = datasets.load_dataset(hub_id)
-    return list_table(table, where, options)
+    return list_table(table, typed, options)
 
 
 def why_out_of_reach(hub_id: str) -> str | None:
@@ -67,29 +58,27 @@ def why_out_of_reach(hub_id: str) -> str | None:
             fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
             fix = "check the id, or log in (hf auth login) if it is private"
             raise DataError(f"{fault}; {fix}") from error
-        by = next((f" through {name}" for name in PROXIES if os.environ.get(name)), "")
-        return reason([*causes(error)][-1]) + by  # libraries wrap the system's error
+        return reason([*causes(error)][-1])  # libraries wrap the system's error
     return None
 
 
-def list_tables(folder: str, where: str, options: ImageOptions) -> Listing:
+def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set that the library saved in a folder, or finds there as tables."""
     import datasets
+    import pyarrow
 
-    with quiet_library(offline=True), blame(where, DataError, FOLDER_FIX):
+    with quiet_library(offline=True), blame(typed, DataError, FOLDER_FIX):
         if is_saved(folder):
-            return list_table(datasets.load_from_disk(folder), where, options, folder)
+            return list_table(datasets.load_from_disk(folder), typed, options, folder)
         if pattern := re.search(r"[][*?]", folder):
-            fault = f"has {pattern[0]} in its path, which would be a pattern here"
-            raise DataError(f"{where}: {fault}; rename it")
-        if len(names := datasets.get_dataset_config_names(folder)) > 1:
-            fix = "save the one that you want by save_to_disk of `datasets`, and give that folder"
-            raise DataError(f"{where}: has several configurations: {joined(names, 80)}; {fix}")
+            raise DataError(f"{typed}: has {pattern[0]} in its path, a pattern here; rename it")
         # The library's Arrow copy is only needed until the images are decoded. It is mapped, not
         # read: a file that was removed exists as long as it is mapped.
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
-            table = read_tables(folder, place)
-    return list_table(table, where, options, folder)
+            # A card may count rows that are gone; the rows that are there are counted here.
+            table = datasets.load_dataset(folder, cache_dir=place, verification_mode="no_checks")
+            pyarrow.default_memory_pool().release_unused()  # which has held all of a parquet file
+    return list_table(table, typed, options, folder)
 
 
 def has_images(file: Path) -> bool:
@@ -104,48 +93,31 @@ def is_saved(folder: str) -> bool:
     return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
-def read_tables(folder: str, scratch: str) -> Any:
-    """Return the tables that `load_dataset` finds in a folder."""
-    import datasets
-    import pyarrow as pa
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    builder = datasets.load_dataset_builder(folder, cache_dir=scratch)
-    if hasattr(builder.config, "fragment_scan_options"):  # of parquet
-        # otherwise pyarrow keeps in memory all that it has read of a file
-        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-        builder.config.batch_size = 100
-    # A card may count rows that are gone; the rows that are there are counted here.
-    builder.download_and_prepare(verification_mode="no_checks")
-    pa.default_memory_pool().release_unused()
-    return builder.as_dataset()
-
-
 def list_table(
-    dataset: Any, where: str, options: ImageOptions, folder: str | None = None
+    dataset: Any, typed: str, options: ImageOptions, folder: str | None = None
 ) -> Listing:
     """Return a table's images and labels. Raise DataError, which names column and row."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
-    splits, notes = choose_splits(named, where, options)
+    splits, notes = choose_splits(named, typed, options)
     if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
     first, last = next(iter(splits.values())), [*splits.values()][-1]
-    image_column, targets_in, unused = find_columns(first, where, options.columns)
+    image_column, targets_in, unused = find_columns(first, typed, options.columns)
     for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
-            fault = f"{where}: column {column} is {kind} in train and {other} in test"
+            fault = f"{typed}: column {column} is {kind} in train and {other} in test"
             raise DataError(f"{fault}; give both the same type and the same names")
     found = dict[str, list[list[Any]]]()
     for split, rows in splits.items():
         if len(rows) == 0:
-            raise DataError(f"{where}: split {split} has no rows; check its files")
+            raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
     if options.columns:
         targets, classes = dict[str, np.ndarray](), list[str]()
         for split, columns in found.items():
-            at = f"{where}: split {split}, column"
+            at = f"{typed}: split {split}, column"
             numbers = [
                 [number_in(x, f"{at} {name}: row {row}") for row, x in enumerate(column)]
                 for name, column in zip(targets_in, columns, strict=True)
@@ -154,13 +126,13 @@ def list_table(
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
         labels = {split: column for split, [column] in found.items()}
-        targets, classes = number_labels(labels, where, targets_in[0], names)
+        targets, classes = number_labels(labels, typed, targets_in[0], names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
-    return Listing(where, cells, targets, classes, notes + unused, image_column)
+    return Listing(typed, cells, targets, classes, notes + unused, image_column)
 
 
 def find_columns(
-    rows: Any, where: str, columns: tuple[str, ...] = ()
+    rows: Any, typed: str, columns: tuple[str, ...] = ()
 ) -> tuple[str, list[str], list[str]]:
     """Return the names of the image column and of those with the targets, and notes on unused ones.
 
@@ -184,7 +156,7 @@ def find_columns(
     for what, names in found.items():
         if not names:
             among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
-            raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
+            raise DataError(f"{typed}: no {what} column among {among}; add one, named {what}")
         names.sort(key=lambda name: [*NAMES.get(what, ()), name].index(name))
         if others := ", ".join(names[1:]):
             notes.append(f"{what}s are those of column {names[0]}; not used: {others}")
@@ -220,20 +192,15 @@ def quiet_library(offline: bool) -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    libraries, silent = (datasets, huggingface_hub), datasets.are_progress_bars_disabled()
-    levels = [library.logging.get_verbosity() for library in libraries]
-    for library in libraries:
-        library.logging.set_verbosity(library.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    ours, theirs = datasets.config, huggingface_hub.constants
-    before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
-    if offline:  # as HF_HUB_OFFLINE=1, which they read only at import
-        ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
-    try:
+    both: list[Any] = [datasets.config, huggingface_hub.constants]
+    with contextlib.ExitStack() as afterwards:
+        for library in (datasets, huggingface_hub):
+            afterwards.callback(library.logging.set_verbosity, library.logging.get_verbosity())
+            library.logging.set_verbosity(library.logging.CRITICAL)
+        if not datasets.are_progress_bars_disabled():
+            afterwards.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
+        for settings in both:
+            afterwards.callback(setattr, settings, "HF_HUB_OFFLINE", settings.HF_HUB_OFFLINE)
+            settings.HF_HUB_OFFLINE |= offline  # which they read only at import
         yield
-    finally:
-        ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
-        for library, level in zip(libraries, levels, strict=True):
-            library.logging.set_verbosity(level)
-        if not silent:
-            datasets.enable_progress_bars()

@@ -196,7 +196,7 @@ def open_folder(
 
     where = run.world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
     folder.write_json(CONFIG, saved_config(run, run_id, where))
-    seen = [images.trained_on(), run.found.seen, trained_on(where)]
+    seen = [images.keys[images.rows["train"]], run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
     return OpenedFolder(run_id, where, checkpoint)

@@ -154,7 +154,7 @@ def find_images(path: str) -> list[Path]:
     """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
     if not (place := Path(path)).is_dir():
         return [place]
-    images, notes = folders.find_images(path, path)
+    images, notes = folders.find_images(path, path, folders.paths_in(place))
     for note in notes:
         warn(f"{path}: {note}")
     if not images:

@@ -11,10 +11,8 @@ import pytest
 from PIL.ExifTags import Base
 
 from ddp_mnist.config.image_options import AS_THEY_ARE
-from ddp_mnist.data import cache
-from ddp_mnist.data import image_format as image_format
+from ddp_mnist.data import cache, decode_all
 from ddp_mnist.data.decode import decode_image, open_image, upright
-from ddp_mnist.data.decode_all import decode_all
 from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from tests.data_sets import encoded, of
@@ -80,8 +78,8 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
     images[:, 1] //= 4
     images[:, 2] = 51  # all pixels alike: its deviation is taken to be one step of 255
     expected = [images[:, channel] / 255 for channel in range(3)]
-    for block in (image_format.BLOCK, 120):
-        monkeypatch.setattr(image_format, "BLOCK", block)
+    for block in (decode_all.BLOCK, 120):
+        monkeypatch.setattr(decode_all, "BLOCK", block)
         made = preparation_of(images, 255 - images)
         assert (made.shape, made.bright_on_black) == ((3, 4, 5), False)
         assert made.mean == pytest.approx([each.mean() for each in expected], abs=5e-5)
@@ -100,8 +98,7 @@ def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> ImageFor
     }
     listing = Listing("it", dict(zip(STORED_SPLITS, pixels, strict=False)), labels, classes, [])
     with tempfile.TemporaryDirectory() as place:
-        at = Path(place)
-        about, arrays = decode_all(listing, AS_THEY_ARE, at, at / "broken.txt", lambda _: None)
+        about, arrays = decode_all.decode_all(listing, AS_THEY_ARE, Path(place), lambda _: None)
     shape = splits[0].shape[1:]
     mean, std = mean_and_std(arrays["sums"][: len(splits[0])], shape)
     return ImageFormat(**about["image_format"], mean=mean, std=std, notes=about["notes"])
@@ -141,4 +138,4 @@ def test_classes_of_single_characters_are_known() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
     for classes, characters in ((DIGITS, True), (["由", "甲"], True), (["cat", "dog"], False)):
         made = preparation_of(noise, classes=classes)
-        assert (made.characters, made.pictures) == (characters, True)
+        assert (made.characters, made.bright_on_black) == (characters, False)

@@ -58,7 +58,7 @@ def saved(kind: str, mode: str = "RGB", **how: Any) -> Callable[[], PIL.Image.Im
 
 WHITE, ON_WHITE = (255, 255, 255), (228, 133, 133)
 TURNED, FRAMES = "an orientation in EXIF and became upright", "several frames, of which the first"
-CLEAR, CMYK = "transparent parts, laid on white", "CMYK colours, which became RGB"
+CLEAR, CMYK = "an alpha channel, laid on white", "CMYK colours, which became RGB"
 SIXTEEN = "16 bits, of which the upper 8 count"
 DAMAGED_EXIF = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"
 TAKEN = {
@@ -67,7 +67,7 @@ TAKEN = {
     "WebP": Taken(saved("WEBP", lossless=True)),
     "GIF": Taken(lambda: stored(picture().quantize(4), format="GIF")),
     "grey": Taken(lambda: picture().convert("L"), (67,)),
-    "grey and opaque": Taken(lambda: picture().convert("LA"), (67,)),
+    "grey and opaque": Taken(lambda: picture().convert("LA"), (67,), CLEAR),
     "one bit": Taken(lambda: picture(right=WHITE).convert("1"), (255,)),
     "palette": Taken(lambda: picture().quantize(4)),
     "YCbCr": Taken(saved("TIFF", "YCbCr")),
@@ -85,9 +85,9 @@ TAKEN = {
         lambda: stored(half_clear(), transparency=bytes([127, 127])), ON_WHITE, CLEAR
     ),
     "palette, opaque": Taken(  # no pixel has colour 0
-        lambda: stored(half_clear(), transparency=bytes([0, 255]))
+        lambda: stored(half_clear(), transparency=bytes([0, 255])), note=CLEAR
     ),
-    "RGBA, opaque": Taken(lambda: picture().convert("RGBA")),
+    "RGBA, opaque": Taken(lambda: picture().convert("RGBA"), note=CLEAR),
     "animated": Taken(animated, note=FRAMES),
     "pages": Taken(lambda: animated("TIFF"), note=FRAMES),
     "turned": Taken(lambda: turned(6), note=TURNED, size=(20, 12)),
