@@ -49,28 +49,22 @@ def run(flags: Export) -> None:
     trained = model_file.from_bytes(model_file.read_bytes(flags.run), flags.run)
     trained.model.float()
     console = Console(True)
-    contents, failed = dict[str, bytes](), list[str]()
+    contents = dict[str, bytes]()
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         console.print(f"writing    {file}, and checking it")
         with blame(f"--format {name}", UsageError, LEAVE_OUT), quiet():
-            content = write(trained)
-            found, limit = largest_difference(trained, read(content))
-        if found <= limit:
-            contents[file] = content
-            close = f"within {found:.0e} of the model's"
-            console.print(f"{file}: outputs for {CHECKED_IMAGES} images {close}")
-        else:
-            failed.append(f"{file}: gives outputs {found:.1e} from the model's, above {limit:.1e}")
-    if contents:
-        write_folder(out, contents, trained, flags, console)
-        console.print(f"written to {out}")
-        console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
-    if failed:
-        raise CheckFailed(
-            f"{', '.join(failed)}; not written, leave that format out, or have the net's forward"
-            " give the same each time"
-        )
+            contents[file] = write(trained)
+            found, limit = largest_difference(trained, read(contents[file]))
+        if not found <= limit:  # NaN too
+            fault = f"{file}: gives outputs {found:.1e} from the model's, above {limit:.1e}"
+            fix = "leave that format out, or have the net's forward give the same each time"
+            raise CheckFailed(f"{fault}; nothing is written, {fix}")
+        close = f"within {found:.0e} of the model's"
+        console.print(f"{file}: outputs for {CHECKED_IMAGES} images {close}")
+    write_folder(out, contents, trained, flags, console)
+    console.print(f"written to {out}")
+    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
 
 
 def write_folder(
