@@ -97,7 +97,7 @@ def evaluate_run(
 
 
 def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the run's flags, the digest and own_code of config.json, and summary.json or {}.
+    """Return the run's flags, and the digest and own_code of config.json.
 
     A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
@@ -109,7 +109,6 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         found |= {name: config.get(name) for name in ("digest", "own_code")}
         found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
-    found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
@@ -130,7 +129,7 @@ def _load(
         images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
-        fault = changed_since(flags.run, name, config["summary"], images)
+        fault = f"{flags.run}: the images of {name} have changed since the run"
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
     options = replace(options, test_size=0)
@@ -144,15 +143,6 @@ def _load(
     if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
         images = cache.load(flags.dataset, cache_dir, replace(options, test_size=share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
-
-
-def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
-    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    now, then = images.describe(), summary.get("dataset", {})
-    had = "train {train_rows:,}, test {test_rows:,} images"
-    counts = [had.format(**each) for each in (then, now) if each]
-    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
-    return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:
