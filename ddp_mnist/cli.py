@@ -49,7 +49,6 @@ USED_MOST = (  # of train's flags, in the order in which --help shows them
     *("dataset", "model", "epochs", "batch_size", "lr", "preset", "augment", "mixed_precision"),
     *("val_size", "seed", "run_dir", "resume", "weights", "target_accuracy", "dry_run"),
 )
-ALONE = ("predict", "report", "export", "verify")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -196,7 +195,7 @@ def run_verb(argv: list[str]) -> int | None:
     if function := {"train": train, "multinode": multinode}.get(name):
         return function(rest)
     size = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
-    if name in ALONE and size != "1":
+    if name in ("predict", "report", "export", "verify") and size != "1":
         raise UsageError(f"{name}: every process would do all of it; start it without a launcher")
     if name in VERBS:
         flags = parse_verb(name, rest)
@@ -208,8 +207,6 @@ def run_verb(argv: list[str]) -> int | None:
         Console(True).print(HELP.format(listed))
     elif name == "--version":
         Console(True).print(f"ddp-mnist {__version__}")
-    elif name.startswith("-"):
-        raise UsageError(f"{name}: must follow the verb; see ddp-mnist --help")
     else:
         raise UsageError(f"{name}: choose from {', '.join(VERBS)}{did_you_mean(name, VERBS)}")
     return 0
@@ -354,15 +351,11 @@ def multinode(argv: list[str]) -> int:
     from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
-    given = argv[end + 1 :]
+    arguments = argv[end + 1 :]
     own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
-    try:
-        flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
-    except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
-        name, _, problem = str(error).removeprefix("--").partition(" ")
-        raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
+    flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
     if flags.verb == "train":
-        distribution = train_config(given).distribution
+        distribution = train_config(arguments).distribution
     else:
-        _, distribution = parse_verb("doctor", given)
-    return run(flags, given, distribution.start_timeout or distribution.dist_timeout)
+        _, distribution = parse_verb("doctor", arguments)
+    return run(flags, arguments, distribution.start_timeout or distribution.dist_timeout)
