@@ -60,11 +60,10 @@ def train(**flags: Any) -> dict[str, Any]:
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
-    given = _checked({"run": run, **flags}, Evaluate, Distribution)
-    options, distribution = Evaluate.from_flags(given), Distribution.from_flags(given)
-    launch = find_launch(distribution, trains=False)
+    typed = _checked({"run": run, **flags}, Evaluate, Distribution)
+    options, distribution = Evaluate.from_flags(typed), Distribution.from_flags(typed)
     with _process_as_found():
-        return evaluation.evaluate_run(options, distribution, launch)
+        return evaluation.evaluate_run(options, distribution)
 
 
 def predict(
@@ -86,16 +85,16 @@ def predict(
         return list(prediction.answer(options, prediction.load(options)))
 
 
-def _checked(given: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
+def _checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords, dropping a None that is the default.
 
     Raise UsageError for unknown ones.
     """
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
-    for name in given.keys() - known.keys():
+    for name in typed.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see ddp-mnist VERB --help"
         raise UsageError(f"{name}: unknown keyword{hint}")
-    return {k: value for k, value in given.items() if value is not None or known[k] is not None}
+    return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
 
 
 @contextlib.contextmanager
