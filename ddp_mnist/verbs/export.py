@@ -24,7 +24,6 @@ from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
-from ddp_mnist.system.text import printable
 from ddp_mnist.task import about_task
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.model_file import TrainedModel
@@ -74,8 +73,8 @@ def write_folder(
     card = model_card(trained, flags)
     about = {"architecture": trained.architecture, "classes": trained.task.names}
     others = {CARD: card.encode(), ABOUT: files.to_json(about).encode()}
-    if (seen := Path(flags.run) / folder.TRAINED_ON).exists():  # goes where the weights go
-        others[folder.TRAINED_ON] = seen.read_bytes()
+    if (keys := Path(flags.run) / folder.TRAINED_ON).exists():  # go where the weights go
+        others[folder.TRAINED_ON] = keys.read_bytes()
     with files.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in (contents | others).items():
@@ -203,15 +202,6 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
     file = Path(flags.run) / folder.SUMMARY
     with blame(str(file), CheckpointError):
         summary = files.read_json(file)
-    return render(
-        "model_card.md",
-        s=summary,
-        about=metadata(trained),
-        architecture=trained.architecture,
-        classes=trained.task.names,
-        notes=trained.image_format.notes,
-        license=flags.license,
-        wrong=wrong_on_purpose(summary["inject"]),
-        name=printable(summary["dataset"]["name"]),
-        version=__version__,
-    )
+    facts = {"s": summary, "about": metadata(trained), "trained": trained, "flags": flags}
+    wrong = wrong_on_purpose(summary["inject"])
+    return render("model_card.md", **facts, wrong=wrong, version=__version__)
