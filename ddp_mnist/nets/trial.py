@@ -27,14 +27,12 @@ def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
     for batch in (3, 1):  # as in an epoch's last batch, or predict's only one
         try_net(model.eval(), name, outputs, (batch, *shape))
-    in_training = (2, 1) if at_once == 1 else (2,)
-    for batch in in_training:
+    for batch in (2, 1) if at_once == 1 else (2,):
         try_net(model.train(), name, outputs, (batch, *shape))
     for key, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
-            raise UsageError(
-                f"--model {name}: {key} has no part in the outputs; use it in forward, or remove it"
-            )
+            fix = "use it in forward, or remove it"
+            raise UsageError(f"--model {name}: {key} has no part in the outputs; {fix}")
 
 
 def lacks_parameters(net: nn.Module) -> bool:
@@ -57,12 +55,10 @@ def try_net(model: nn.Module, name: str, outputs: int, shape: tuple[int, ...]) -
         found = model(torch.zeros(shape, dtype=torch.uint8))
         if model.training:
             found.sum().backward()
-    given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    if given != [shape[0], outputs]:
-        raise UsageError(
-            f"{prefix}: gives {given}, must be [{shape[0]}, {outputs}]; correct its last layer and"
-            " keep the images apart"
-        )
+    returned = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if returned != (legal := [shape[0], outputs]):
+        fix = "correct its last layer and keep the images apart"
+        raise UsageError(f"{prefix}: gives {returned}, must be {legal}; {fix}")
 
 
 def check_task(task: Task, prefix: str, targets: Tensor) -> None:
@@ -85,9 +81,9 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
         outputs = outputs.view(count, task.outputs).requires_grad_()
         case = f"{prefix}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
         with blame(case, UsageError):
-            given = list(task.predict(outputs.detach()).shape)
-            if given != list(some.shape):
-                raise UsageError(f"{case}: predict gives {given}, must be {list(some.shape)}")
+            predicted = list(task.predict(outputs.detach()).shape)
+            if predicted != list(some.shape):
+                raise UsageError(f"{case}: predict gives {predicted}, must be {list(some.shape)}")
             found, again = loss_and_score(outputs, some), loss_and_score(outputs, some)
             for name, each in found.items():
                 if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
