@@ -118,8 +118,8 @@ REFUSED = {
     "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter,",
     # what the Makefile calls
     "multinode --verb bench": "--verb bench: choose from train, doctor",
-    "multinode --machine-rank 0": "MACHINE_RANK=0: MAIN_PROCESS_IP is missing; give it too, or",
-    "multinode --main-process-ip a": "MAIN_PROCESS_IP=a: MACHINE_RANK is missing; give it too",
+    "multinode --machine-rank 0": "MACHINE_RANK=0, MAIN_PROCESS_IP=None: one is missing; give both",
+    "multinode --main-process-ip a": "MACHINE_RANK=None, MAIN_PROCESS_IP=a: one is missing; give",
     "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
 }
 

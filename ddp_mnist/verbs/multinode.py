@@ -58,11 +58,8 @@ def make_node(flags: Multinode) -> Node:
     """Return this machine, with one process per GPU, or one."""
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
-        given, missing = f"MACHINE_RANK={rank}", "MAIN_PROCESS_IP"
-        if rank is None:
-            given, missing = f"MAIN_PROCESS_IP={address}", "MACHINE_RANK"
-        alone = "rehearse here" if flags.verb == "train" else "check this machine alone"
-        raise UsageError(f"{given}: {missing} is missing; give it too, or neither, to {alone}")
+        typed = f"MACHINE_RANK={rank}, MAIN_PROCESS_IP={address}"
+        raise UsageError(f"{typed}: one is missing; give both, or neither for this machine alone")
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
@@ -75,10 +72,8 @@ def rehearse(flags: Multinode, arguments: list[str]) -> int:
     console = Console(True, must_arrive=False)
     console.print("REHEARSAL: two nodes on this machine, on its CPU, over TCP")
     if flags.num_machines != 2:
-        raise UsageError(
-            f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
-            " MACHINE_RANK and MAIN_PROCESS_IP"
-        )
+        fix = "for more, give MACHINE_RANK and MAIN_PROCESS_IP"
+        raise UsageError(f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; {fix}")
     port, per_node = flags.main_process_port or free_port(), flags.nproc_per_node or 1
     launchers: list[subprocess.Popen[bytes]] = []
     try:

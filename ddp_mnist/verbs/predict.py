@@ -83,7 +83,7 @@ def table(
             continue
         label = padded(shown_name(each["label"]), second)
         _, *others = each["probabilities"].items()
-        rest = "   ".join(f"{shown_name(name)} {share:.2f}" for name, share in others)
+        rest = "   ".join(f"{shown_name(name)} {number:.2f}" for name, number in others)
         yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
@@ -108,7 +108,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
     """
     made = trained.image_format
     digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
-    seen, errors = list[tuple[str, np.ndarray]](), list[str]()
+    titled_images, errors = list[tuple[str, np.ndarray]](), list[str]()
     files = [file for image in flags.images for file in find_images(image)]
     for file in files:
         try:
@@ -122,10 +122,10 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
             continue
         found = trained.task.answer(outputs, flags.top or LISTED)
         if flags.show:
-            seen.append((titled(file.name, in_short(found)), image))
+            titled_images.append((titled(file.name, in_short(found)), image))
         yield {"file": str(file), **found}
-    if flags.show and seen:
-        draw(seen, Path(flags.show))
+    if flags.show and titled_images:
+        draw(titled_images, Path(flags.show))
     if errors:
         several = f" ({len(errors)} of {len(files):,} files have no answer)"
         raise DataError(errors[0] + (several if len(errors) > 1 else ""))
@@ -184,18 +184,18 @@ def titled(name: str, answer: str) -> str:
     return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
 
 
-def draw(seen: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
+def draw(titled_images: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
     """Write a picture of the first MOST_SHOWN images, with their titles. Raise StorageError."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties, fontManager
 
     chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
     font = FontProperties(family=["DejaVu Sans Mono", *chinese[:1]], size=8)
-    shown = seen[:MOST_SHOWN]
+    shown = titled_images[:MOST_SHOWN]
     rows, lines = -(-len(shown) // PER_ROW), max(title.count("\n") for title, _ in shown)
     size = PER_ROW * INCHES, rows * INCHES * (1.23 + 0.12 * lines) + 0.3
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{len(shown)} of {len(seen):,} images", fontsize=9)
+    figure.suptitle(f"{len(shown)} of {len(titled_images):,} images", fontsize=9)
     for place, (title, image) in enumerate(shown, start=1):
         axis = figure.add_subplot(rows, PER_ROW, place)
         axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)

@@ -127,9 +127,8 @@ def find_mistakes(run: ReportedRun, places: Report) -> str | None:
         read = cache.cached if source.kind == "hub" else cache.load
         images = read(dataset, cache_dir, options)
         if images is None:
-            raise DataError(
-                "the test images are not in the cache of this machine; name their place: --dataset"
-            )
+            fix = "name their place: --dataset"
+            raise DataError(f"the test images are not in the cache of this machine; {fix}")
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
@@ -169,11 +168,9 @@ def find_mistakes(run: ReportedRun, places: Report) -> str | None:
 
 def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
     """Return, for each row of the test split, its file in the folder, or its number."""
-    paths = images.files_of(numbers := images.rows["test"][[*rows]].tolist())
-    places = (
-        paths.get(number, f"test image {row}") for row, number in zip(rows, numbers, strict=True)
-    )
-    return dict(zip(rows, map(printable, places), strict=True))
+    numbers = dict(zip(rows, images.rows["test"][[*rows]].tolist(), strict=True))
+    paths = images.files_of([*numbers.values()])
+    return {row: printable(paths.get(numbers[row], f"test image {row}")) for row in rows}
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -229,15 +226,15 @@ def advice(run: ReportedRun) -> str | None:
     )
 
 
-def interval(share: float, images: int) -> tuple[float, float]:
-    """Return the bounds between which a share of so many images lies, at 95 %.
+def interval(accuracy: float, images: int) -> tuple[float, float]:
+    """Return the bounds between which an accuracy of so many images lies, at 95 %.
 
     Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
     holds too, where share +- 2 standard errors does not.
     """
     from scipy.stats import binomtest  # slow
 
-    return tuple(binomtest(round(share * images), images).proportion_ci(method="wilson"))
+    return tuple(binomtest(round(accuracy * images), images).proportion_ci(method="wilson"))
 
 
 def parts_of(path: str) -> list[str]:

@@ -99,8 +99,8 @@ def config_of(flags: Verify) -> TrainConfig:
     """
     rows = len(images_of(flags.dataset, flags.task).rows["train"])
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
-    given = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
+    changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
     if flags.inject:
         changed = {**MISTAKES[flags.inject].recipe, **changed}
         epochs = max(epochs, MISTAKES[flags.inject].epochs)
@@ -281,9 +281,7 @@ def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
     return check(name, problem, text, FIX, figures={"processes": size, "difference": difference})
 
 
-def exact(
-    name: str, size: int, what: str, found: Sequence[Any], expected: Sequence[Any]
-) -> CheckResult:
+def exact(name: str, size: int, what: str, found: list[Any], expected: list[Any]) -> CheckResult:
     """Return a FAIL if any of them differs, or is missing."""
     different = sum(a != b for a, b in itertools.zip_longest(found, expected))
     problem = ", must be 0" if different else ""

@@ -119,8 +119,8 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
 def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
     """Return the flags that resume the run of `config`, with `typed` flags of its recipe."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
-    recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
-    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
+    recipe, names = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
+    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(names))
 
 
 def digest_of_image(image: Tensor) -> str:
