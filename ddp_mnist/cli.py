@@ -60,16 +60,10 @@ ddp-mnist VERB --help shows the flags of a verb, and an example.
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
-MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
-    "doctor": "ddp_mnist.verbs.doctor.verb",
-    "verify": "ddp_mnist.verbs.verify.proofs",
-}
+MODULES = {"doctor": "doctor.verb", "verify": "verify.proofs"}  # in ddp_mnist.verbs; else the verb
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
 # doctor, which computes in the precision that training uses.
-SHARED: dict[str, dict[str, Any]] = {
-    "evaluate": {},
-    "doctor": {"dist_timeout": 60.0, "mixed_precision": None},
-}
+SHARED: dict[str, Any] = {"evaluate": {}, "doctor": {"dist_timeout": 60.0, "mixed_precision": None}}
 
 
 def program() -> NoReturn:
@@ -169,12 +163,10 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
         failure = errors.Preempted if mine else errors.FailedElsewhere
         return failure(str(error) or "interrupted", errors.exit_code(error))
     if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
-        return UsageError(
-            f"{error.name}: is not installed for {sys.executable}; activate the environment that"
-            " has it (source .venv/bin/activate), or make venv"
-        )
+        fix = "activate the environment that has it (source .venv/bin/activate), or make venv"
+        return UsageError(f"{error.name}: is not installed for {sys.executable}; {fix}")
     typed = textwrap.shorten(shlex.join(words), 120, placeholder=" ...")
-    failed = errors.blamed(typed, errors.DdpMnistError, error)
+    failed = errors.blamed(typed, errors.DdpMnistError, error, "")
     failed.traceback_file = getattr(error, "traceback_file", "")
     failed.blamed = True  # also an error of the system, which nobody foresaw here
     return failed
@@ -201,7 +193,7 @@ def run_verb(argv: list[str]) -> int | None:
         flags = parse_verb(name, rest)
         if name in SHARED:
             launch_of(flags[1], trains=name != "evaluate")
-        return load(MODULES.get(name, f"ddp_mnist.verbs.{name}")).run(*flags)
+        return load(f"ddp_mnist.verbs.{MODULES.get(name, name)}").run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))
