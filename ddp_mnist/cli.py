@@ -174,8 +174,7 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
 
 def is_first_here() -> bool:
     """Return whether this is local rank 0, as the launcher or `join_world` numbers processes."""
-    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return rank == "0"
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def run_verb(argv: list[str]) -> int | None:

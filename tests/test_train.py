@@ -71,7 +71,7 @@ def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_i
         config = watch.proof_config(name, model="mlp", **{**both, **recipe})
         runs[name] = run_world(size, watch.train_and_watch, config, folder=tmp_path)
     [whole], parts = runs["whole"], runs["in parts"]
-    assert watch.per_step(parts, parts=3) == watch.per_step([whole])
+    assert watch.per_step(parts) == watch.per_step([whole])
     assert parts[0].summary["steps"] == 15
     assert parts[0].learning_rates == whole.learning_rates
     assert apart(tmp_path / "in parts", tmp_path / "whole") < 1e-9

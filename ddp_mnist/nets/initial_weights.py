@@ -115,10 +115,9 @@ def load_weights(
     other_sizes = [key for key in last if key in loaded and loaded[key].shape != tensors[key].shape]
     if other_sizes or made_for not in (None, names):
         if any(tensors[key].shape[:1] != (outputs,) for key in last):
-            raise UsageError(
-                f"--weights {name}: was made for other outputs, and the net's last layer,"
-                f" {layer}, does not give the {outputs}; define the layer that gives them last"
-            )
+            fault = f"the net's last layer, {layer}, does not give the {outputs}"
+            fix = "define the layer that gives them last"
+            raise UsageError(f"--weights {name}: was made for other outputs, and {fault}; {fix}")
         loaded |= {key: tensors[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
     tensors.clear()  # but for the layers' versions, which mnasnet needs

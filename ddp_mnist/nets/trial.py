@@ -15,6 +15,7 @@ from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import UsageError, blame
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
+DEFAULT_GENERATOR = "a default generator (torch, NumPy, random)"
 
 
 def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int = 2) -> None:
@@ -94,10 +95,9 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
                     )
             found["loss"].sum().backward()
             if not is_close(again["loss"], found["loss"]):
-                raise UsageError(
-                    f"{case}: gives others at a second call, so a resumed run would differ; keep"
-                    " nothing between calls; draw from a default generator (torch, NumPy, random)"
-                )
+                fault = "gives others at a second call, so a resumed run would differ"
+                fix = f"keep nothing between calls; draw from {DEFAULT_GENERATOR}"
+                raise UsageError(f"{case}: {fault}; {fix}")
             if not isinstance(task, Classification):
                 task.count(task.predict(outputs.detach()).cpu(), some.cpu())
             alone = [loss_and_score(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
@@ -138,11 +138,9 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str 
         ours, theirs = (_logits(net, images[1], step=1) for net in pair)
         if not is_close(ours, theirs):
             what = f"forward changes {', '.join(lost)}" if lost else "forward has a memory"
-            raise UsageError(
-                f"--model {name}: {what}, which is not in its state_dict, so a resumed run would"
-                " differ from an unbroken one; make it a persistent buffer, or draw random numbers"
-                " from a default generator (torch, NumPy, random)"
-            )
+            fault = "is not in its state_dict, so a resumed run would differ from an unbroken one"
+            fix = f"make it a persistent buffer, or draw random numbers from {DEFAULT_GENERATOR}"
+            raise UsageError(f"--model {name}: {what}, which {fault}; {fix}")
     if not counts:
         return None
     return (

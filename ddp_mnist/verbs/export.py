@@ -34,7 +34,6 @@ CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
 LEAVE_OUT = "leave that format out; onnx needs pip install 'ddp-mnist[onnx]'"
 LIMIT = 1e-4  # share of the largest output, or of 1: other libraries sum in another order
-ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
 Outputs = Callable[[Tensor], Tensor]  # of images
 
 
@@ -126,9 +125,8 @@ def write_onnx(trained: TrainedModel) -> bytes:
         (torch.zeros(2, *trained.image_format.shape, dtype=torch.uint8),),
         input_names=["images"],
         output_names=["logits"],
-        dynamic_shapes=ANY_BATCH,
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         external_data=False,
-        verbose=False,
     )
     assert program
     proto = program.model_proto

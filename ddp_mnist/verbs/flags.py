@@ -7,7 +7,6 @@ from ddp_mnist.config.mistakes import MISTAKES
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
-DATASET = "Data set, as for train."
 EXPORTS = {"safetensors": "model.safetensors", "onnx": "model.onnx"}  # the file of each format
 
 
@@ -85,7 +84,7 @@ class Prepare(Flags):
       ddp-mnist prepare --dataset photos --image-size 64
     """
 
-    dataset: str = flag("mnist", DATASET)
+    dataset: str = flag("mnist", "Data set, as for train.")
     image_size: str | None = flag(None, "Size to resize images to, as for train.")
     grey: bool = flag(False, "Convert colour images to grey.")
     task: str | None = flag(None, "Your own task, as for train [classes].")

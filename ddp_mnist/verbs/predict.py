@@ -31,7 +31,6 @@ from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
-STDIN = Path("-")
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
@@ -77,14 +76,13 @@ def table(
             yield f"{padded('file', first)}   {numbers if 'prediction' in each else heading}"
         if "error" in each:
             yield f"{file}   {each['error']}"
-            continue
-        if "prediction" in each:
+        elif "prediction" in each:
             yield f"{file}   " + "   ".join(f"{x:>10.4g}" for x in each["prediction"].values())
-            continue
-        label = padded(shown_name(each["label"]), second)
-        _, *others = each["probabilities"].items()
-        rest = "   ".join(f"{shown_name(name)} {number:.2f}" for name, number in others)
-        yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
+        else:
+            label = padded(shown_name(each["label"]), second)
+            _, *others = each["probabilities"].items()
+            rest = "   ".join(f"{shown_name(name)} {number:.2f}" for name, number in others)
+            yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
 def load(flags: Predict) -> TrainedModel:
@@ -158,7 +156,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
     If it cannot be read, the DataError's message has to follow the file's name.
     """
-    content = sys.stdin.buffer.read() if file == STDIN else file
+    content = sys.stdin.buffer.read() if file == Path("-") else file
     try:
         if file.exists() and not file.is_file():  # reading a pipe may never end
             raise DataError("not a regular file; give one, or - and the image on stdin")

@@ -111,16 +111,16 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, places: Report) -> str | None:
+def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
     Return, in words, how the images have changed since the run; None if they have not.
     """
-    flags = run.config["run"]
-    dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
+    saved = run.config["run"]
+    dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
     try:
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
-        options = options_of({"task": None} | run.config["recipe"] | flags | drawn)
+        options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.

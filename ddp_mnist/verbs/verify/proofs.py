@@ -210,8 +210,7 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare accumulated steps with undivided ones."""
-    recipe = replace(alone.config.recipe, grad_accum=PARTS)
-    config = replace(alone.config, recipe=recipe)
+    config = replace(alone.config, recipe=replace(alone.config.recipe, grad_accum=PARTS))
     run = watched_run(size, alone.folder.parent, config, "parts-on")
     return near("accumulation", size, f"weights by {PARTS} parts a step", run.folder, alone)
 

@@ -53,7 +53,7 @@ class Seen:
     """A record of one rank in a run."""
 
     summary: dict[str, Any] = field(default_factory=dict)
-    images: list[list[str]] = field(default_factory=list)  # a digest of each, per micro-batch
+    images: list[list[str]] = field(default_factory=list)  # a digest of each, per optimizer step
     learning_rates: list[float] = field(default_factory=list)  # per optimizer step
     gradient_norms: list[float] = field(default_factory=list)  # of all averaged gradients, per step
 
@@ -76,7 +76,8 @@ def train_and_watch(config: TrainConfig) -> Seen:
             batches.append([digest_of_image(image) for image in inputs[0]])
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
-        seen.images += batches[-config.recipe.grad_accum :]  # before the first step was the trial
+        micro_batches = batches[-config.recipe.grad_accum :]  # the trial came before the first step
+        seen.images.append([*itertools.chain(*micro_batches)])
         batches.clear()
         seen.learning_rates.append(optimizer.param_groups[0]["lr"])
         seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
@@ -128,12 +129,10 @@ def digest_of_image(image: Tensor) -> str:
     return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
 
 
-def per_step(ranks: list[Seen], parts: int = 1) -> list[list[str]]:
+def per_step(ranks: list[Seen]) -> list[list[str]]:
     """Return the digests of each step's images over all ranks, sorted."""
-    return [
-        sorted(image for seen in ranks for part in seen.images[i : i + parts] for image in part)
-        for i in range(0, len(ranks[0].images), parts)
-    ]
+    steps = zip(*(seen.images for seen in ranks), strict=True)
+    return [sorted(itertools.chain(*step)) for step in steps]
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
