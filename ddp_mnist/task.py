@@ -43,8 +43,8 @@ def make_task(
     """
     targets = train.targets[train.rows]
     if own_task:
-        std = targets.double().std(0, correction=0).tolist()
-        scales = [each or 1.0 for each in std]  # of equal numbers
+        # Equal numbers have no deviation.
+        scales = [each or 1.0 for each in targets.double().std(0, correction=0).tolist()]
         with blame(f"{TASK} {recipe.task}", UsageError):
             return own_task(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None

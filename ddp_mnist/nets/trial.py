@@ -108,8 +108,7 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
-    pair = found.double(), expected.double()
-    return torch.allclose(*pair, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # --- What a checkpoint would lose

@@ -189,8 +189,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         lost = f"{flags.run}: has no {folder.TRAINED_ON}"
         unknown = f"{lost}, so whether it was trained on these is unknown"
         if images.test_share is not None:
-            fix = "give images that it has not seen, in test/CLASS/"
-            raise DataError(f"{unknown}; {fix}")
+            raise DataError(f"{unknown}; give images that it has not seen, in test/CLASS/")
         warn(unknown)
         return
     if len(trained_on := numbers[np.isin(images.keys[numbers], keys)]):

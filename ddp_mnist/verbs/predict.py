@@ -31,6 +31,7 @@ from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
+Answer = dict[str, Any]  # the line of JSON about an image
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
@@ -54,9 +55,7 @@ def run(flags: Predict) -> None:
         console.print(f"written to {flags.show}")
 
 
-def table(
-    answers: Iterable[dict[str, Any]], files: Sequence[str], names: Sequence[str]
-) -> Iterator[str]:
+def table(answers: Iterable[Answer], files: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """Yield a heading, then a line for each answer: file, label, probability, and next classes.
 
     If the names are not those of classes but of numbers, these follow the file.
@@ -96,7 +95,7 @@ def load(flags: Predict) -> TrainedModel:
 
 
 @torch.inference_mode()
-def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
+def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
     With numbers instead of classes it is {file, prediction}, see `Task.answer`.
@@ -129,7 +128,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
         raise DataError(errors[0] + (several if len(errors) > 1 else ""))
 
 
-def in_short(found: dict[str, Any]) -> str:
+def in_short(found: Answer) -> str:
     """Return an answer in a few words."""
     if "label" in found:
         return f"{shown_name(found['label'])} ({found['probability']:.2f})"

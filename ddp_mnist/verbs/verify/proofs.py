@@ -41,7 +41,7 @@ from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describ
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verbs.verify import watch
 from ddp_mnist.verbs.verify.mistakes import count_padding
-from ddp_mnist.verbs.verify.watch import Seen, proof_config, weights_of
+from ddp_mnist.verbs.verify.watch import RankRecord, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
@@ -62,7 +62,7 @@ class Watched:
 
     config: TrainConfig
     folder: Path
-    ranks: list[Seen]
+    ranks: list[RankRecord]
 
 
 def run(flags: Verify) -> None:
@@ -174,8 +174,8 @@ def who_took_what(run: Watched) -> Iterator[str]:
     data = images_of(run.config.run.dataset, run.config.recipe.task)
     train = subset(data, "train").take([*range(len(data.rows["train"]))])[0]
     places = {watch.digest_of_image(image): place for place, image in enumerate(train)}
-    for rank, seen in enumerate(run.ranks):
-        images = seen.images[0]
+    for rank, record in enumerate(run.ranks):
+        images = record.images[0]
         shown = " ".join(f"{places.get(image, image[:6]):>4}" for image in images[:6])
         yield f"      step 1, rank {rank} of {len(run.ranks)}: {len(images)} images, {shown} ..."
 
@@ -189,7 +189,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     first = abs(run.ranks[0].gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
     yield near("weights", size, f"weights after {len(one.images)} steps", run.folder, alone)
-    digests = [rank.weights for rank in run.ranks]
+    digests = [rank.summary["model_sha256"] for rank in run.ranks]
     yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
 

@@ -49,27 +49,22 @@ def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 
 
 @dataclass
-class Seen:
-    """A record of one rank in a run."""
+class RankRecord:
+    """What one rank of a run did."""
 
     summary: dict[str, Any] = field(default_factory=dict)
     images: list[list[str]] = field(default_factory=list)  # a digest of each, per optimizer step
     learning_rates: list[float] = field(default_factory=list)  # per optimizer step
     gradient_norms: list[float] = field(default_factory=list)  # of all averaged gradients, per step
 
-    @property
-    def weights(self) -> str:
-        """A digest of the rank's final net."""
-        return self.summary["model_sha256"]
-
 
 def just_train(config: TrainConfig) -> dict[str, Any]:
     return train.train(config, find_launch(config.distribution), make_mistake)
 
 
-def train_and_watch(config: TrainConfig) -> Seen:
+def train_and_watch(config: TrainConfig) -> RankRecord:
     """Train, and return this rank's record. The run has not finished, and is not just tried."""
-    seen, batches = Seen(), list[list[str]]()
+    record, batches = RankRecord(), list[list[str]]()
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
         if isinstance(net, Normalised) and net.training:
@@ -77,14 +72,14 @@ def train_and_watch(config: TrainConfig) -> Seen:
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
         micro_batches = batches[-config.recipe.grad_accum :]  # the trial came before the first step
-        seen.images.append([*itertools.chain(*micro_batches)])
+        record.images.append([*itertools.chain(*micro_batches)])
         batches.clear()
-        seen.learning_rates.append(optimizer.param_groups[0]["lr"])
-        seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        record.learning_rates.append(optimizer.param_groups[0]["lr"])
+        record.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     with before_each_step(look_at_step), register_module_forward_pre_hook(look):
-        seen.summary = just_train(config)
-    return seen
+        record.summary = just_train(config)
+    return record
 
 
 def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> RemovableHandle:
@@ -129,9 +124,9 @@ def digest_of_image(image: Tensor) -> str:
     return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
 
 
-def per_step(ranks: list[Seen]) -> list[list[str]]:
+def per_step(ranks: list[RankRecord]) -> list[list[str]]:
     """Return the digests of each step's images over all ranks, sorted."""
-    steps = zip(*(seen.images for seen in ranks), strict=True)
+    steps = zip(*(record.images for record in ranks), strict=True)
     return [sorted(itertools.chain(*step)) for step in steps]
 
 
