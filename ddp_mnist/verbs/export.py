@@ -8,12 +8,12 @@ the model normalises the pixels itself. The card describes the images, as do mod
 Nothing is written before all formats are checked, and never a file whose outputs differ.
 """
 
-import contextlib
 import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -40,7 +40,8 @@ Outputs = Callable[[Tensor], Tensor]  # of images
 def run(flags: Export) -> None:
     """Write the files and a model card, replacing an earlier export; print where.
 
-    Raise UsageError for a net that a format cannot hold, or if its packages are missing.
+    Raise UsageError for a net that a format cannot hold, or if its packages are missing;
+    CheckFailed if a format gives other outputs.
     """
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)
@@ -168,16 +169,13 @@ def read_onnx(content: bytes) -> Outputs:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-@contextlib.contextmanager
+@contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch.onnx.export, which warns, logs and prints about its internals."""
+    sink = io.StringIO()
     logging.disable(logging.WARNING)
     try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(sink), redirect_stderr(sink):
             yield
     finally:
         logging.disable(logging.NOTSET)

@@ -41,11 +41,9 @@ STEPS = 45  # of the digits' 1,150 train rows
 
 def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
     """Return a short run in float64 on the digits, with a log line at every step."""
-    return TrainConfig(
-        RunFlags(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
-        Recipe(**{**PROOF, **recipe}),
-        Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30),
-    )
+    run = RunFlags(dataset="digits", run_dir=run_dir, log_every=1, quiet=True)
+    distribution = Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30)
+    return TrainConfig(run, Recipe(**{**PROOF, **recipe}), distribution)
 
 
 @dataclass
