@@ -69,7 +69,7 @@ def train_and_watch(config: TrainConfig) -> RankRecord:
             batches.append([digest_of_image(image) for image in inputs[0]])
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
-        micro_batches = batches[-config.recipe.grad_accum :]  # the trial came before the first step
+        micro_batches = batches[-config.recipe.grad_accum :]  # the trial's are before them
         record.images.append([*itertools.chain(*micro_batches)])
         batches.clear()
         record.learning_rates.append(optimizer.param_groups[0]["lr"])
