@@ -13,8 +13,5 @@ if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
 
 # With one of these, as many clusters set them, OpenMP binds the main thread to its first core while
 # torch is loaded: every process of a machine to the same one. So they are kept from it.
-BINDING = {
-    name: os.environ.pop(name)
-    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-    if name in os.environ
-}
+BINDING_NAMES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+BINDING = {name: os.environ.pop(name) for name in BINDING_NAMES if name in os.environ}

@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -61,11 +60,10 @@ def train(**flags: Any) -> dict[str, Any]:
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
-    given = _checked({"run": run, **flags}, Evaluate, Distribution)
-    options, distribution = Evaluate.from_flags(given), Distribution.from_flags(given)
-    launch = find_launch(distribution, trains=False)
+    typed = _checked({"run": run, **flags}, Evaluate, Distribution)
+    options, distribution = Evaluate.from_flags(typed), Distribution.from_flags(typed)
     with _process_as_found():
-        return evaluation.evaluate_run(options, distribution, launch)
+        return evaluation.evaluate_run(options, distribution)
 
 
 def predict(
@@ -87,16 +85,16 @@ def predict(
         return list(prediction.answer(options, prediction.load(options)))
 
 
-def _checked(given: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
+def _checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords, dropping a None that is the default.
 
     Raise UsageError for unknown ones.
     """
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
-    for name in given.keys() - known.keys():
+    for name in typed.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see ddp-mnist VERB --help"
         raise UsageError(f"{name}: unknown keyword{hint}")
-    return {k: value for k, value in given.items() if value is not None or known[k] is not None}
+    return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
 
 
 @contextlib.contextmanager
@@ -106,11 +104,6 @@ def _process_as_found() -> Iterator[None]:
     These are the environment, sys.path, the number of threads and the state of random numbers;
     `join_world` restores Accelerate's own state.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            f"thread {threading.current_thread().name}: signals reach the main thread alone; call"
-            " the trainer there, or in a separate process"
-        )
     variables, path = dict(os.environ), sys.path[:]
     drawn = random.getstate(), np.random.get_state()
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0

@@ -49,7 +49,6 @@ USED_MOST = (  # of train's flags, in the order in which --help shows them
     *("dataset", "model", "epochs", "batch_size", "lr", "preset", "augment", "mixed_precision"),
     *("val_size", "seed", "run_dir", "resume", "weights", "target_accuracy", "dry_run"),
 )
-ALONE = ("predict", "report", "export", "verify")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -61,16 +60,10 @@ ddp-mnist VERB --help shows the flags of a verb, and an example.
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
-MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
-    "doctor": "ddp_mnist.verbs.doctor.verb",
-    "verify": "ddp_mnist.verbs.verify.proofs",
-}
+MODULES = {"doctor": "doctor.verb", "verify": "verify.proofs"}  # in ddp_mnist.verbs; else the verb
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
 # doctor, which computes in the precision that training uses.
-SHARED: dict[str, dict[str, Any]] = {
-    "evaluate": {},
-    "doctor": {"dist_timeout": 60.0, "mixed_precision": None},
-}
+SHARED: dict[str, Any] = {"evaluate": {}, "doctor": {"dist_timeout": 60.0, "mixed_precision": None}}
 
 
 def program() -> NoReturn:
@@ -170,12 +163,10 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
         failure = errors.Preempted if mine else errors.FailedElsewhere
         return failure(str(error) or "interrupted", errors.exit_code(error))
     if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
-        return UsageError(
-            f"{error.name}: is not installed for {sys.executable}; activate the environment that"
-            " has it (source .venv/bin/activate), or make venv"
-        )
+        fix = "activate the environment that has it (source .venv/bin/activate), or make venv"
+        return UsageError(f"{error.name}: is not installed for {sys.executable}; {fix}")
     typed = textwrap.shorten(shlex.join(words), 120, placeholder=" ...")
-    failed = errors.blamed(typed, errors.DdpMnistError, error)
+    failed = errors.blamed(typed, errors.DdpMnistError, error, "")
     failed.traceback_file = getattr(error, "traceback_file", "")
     failed.blamed = True  # also an error of the system, which nobody foresaw here
     return failed
@@ -183,8 +174,7 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
 
 def is_first_here() -> bool:
     """Return whether this is local rank 0, as the launcher or `join_world` numbers processes."""
-    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return rank == "0"
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def run_verb(argv: list[str]) -> int | None:
@@ -196,20 +186,18 @@ def run_verb(argv: list[str]) -> int | None:
     if function := {"train": train, "multinode": multinode}.get(name):
         return function(rest)
     size = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
-    if name in ALONE and size != "1":
+    if name in ("predict", "report", "export", "verify") and size != "1":
         raise UsageError(f"{name}: every process would do all of it; start it without a launcher")
     if name in VERBS:
         flags = parse_verb(name, rest)
         if name in SHARED:
             launch_of(flags[1], trains=name != "evaluate")
-        return load(MODULES.get(name, f"ddp_mnist.verbs.{name}")).run(*flags)
+        return load(f"ddp_mnist.verbs.{MODULES.get(name, name)}").run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))
     elif name == "--version":
         Console(True).print(f"ddp-mnist {__version__}")
-    elif name.startswith("-"):
-        raise UsageError(f"{name}: must follow the verb; see ddp-mnist --help")
     else:
         raise UsageError(f"{name}: choose from {', '.join(VERBS)}{did_you_mean(name, VERBS)}")
     return 0
@@ -354,15 +342,11 @@ def multinode(argv: list[str]) -> int:
     from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
-    given = argv[end + 1 :]
+    arguments = argv[end + 1 :]
     own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
-    try:
-        flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
-    except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
-        name, _, problem = str(error).removeprefix("--").partition(" ")
-        raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
+    flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
     if flags.verb == "train":
-        distribution = train_config(given).distribution
+        distribution = train_config(arguments).distribution
     else:
-        _, distribution = parse_verb("doctor", given)
-    return run(flags, given, distribution.start_timeout or distribution.dist_timeout)
+        _, distribution = parse_verb("doctor", arguments)
+    return run(flags, arguments, distribution.start_timeout or distribution.dist_timeout)

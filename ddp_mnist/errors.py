@@ -110,9 +110,7 @@ def blame(typed: str, kind: type[DdpMnistError], fix: str = "") -> Iterator[None
         raise blamed(typed, kind, error, fix) from error
 
 
-def blamed(
-    typed: str, kind: type[DdpMnistError], error: BaseException, fix: str = ""
-) -> DdpMnistError:
+def blamed(typed: str, kind: type[DdpMnistError], error: BaseException, fix: str) -> DdpMnistError:
     """Return the error that `blame` raises."""
     *_, root = causes(error)
     why, name = reason(root), type(root).__name__
@@ -142,7 +140,7 @@ def exit_code(error: BaseException) -> int:
 
 def one_line(error: DdpMnistError) -> str:
     """Return the line to print, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
-    where = "; --debug shows the traceback" if error.blamed else ""
+    traceback = "; --debug shows the traceback" if error.blamed else ""
     if error.traceback_file:
-        where = f"; the traceback is in {error.traceback_file}"
-    return f"ddp-mnist: error: {printable(str(error) + where)} (code {error.code})"
+        traceback = f"; the traceback is in {error.traceback_file}"
+    return f"ddp-mnist: error: {printable(str(error) + traceback)} (code {error.code})"

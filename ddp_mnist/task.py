@@ -43,8 +43,8 @@ def make_task(
     """
     targets = train.targets[train.rows]
     if own_task:
-        std = targets.double().std(0, correction=0).tolist()
-        scales = [each or 1.0 for each in std]  # of equal numbers
+        # Equal numbers have no deviation.
+        scales = [each or 1.0 for each in targets.double().std(0, correction=0).tolist()]
         with blame(f"{TASK} {recipe.task}", UsageError):
             return own_task(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
@@ -118,8 +118,8 @@ def find_score(name: str) -> Score:
             raise UsageError(f"--metrics {name}: scikit-learn has no such metric{hint}")
         takes = inspect.signature(function).parameters
         means = {"average": "macro", "zero_division": 0}
-        given = {key: value for key, value in means.items() if key in takes}
-        function = functools.partial(function, **given)
+        options = {key: value for key, value in means.items() if key in takes}
+        function = functools.partial(function, **options)
     score = functools.partial(_score, name, function)
     # The user's own function may be meant for two classes, or undefined without images of a third.
     tried = ([0, 1, 1, 1], [0, 0, 1, 1]) if is_users else ([0, 1, 2, 1], [0, 2, 2, 1])

@@ -51,8 +51,7 @@ def fit_recorded(recorded: RecordedRun) -> dict[str, Any]:
     run, accelerator = recorded.run, recorded.run.world.accelerator
     rows = rows_of_splits(run.images, accelerator.device)
     with recorded.as_errors():
-        seed = run.config.run.seed
-        make = partial(make_net, run)
+        make, seed = partial(make_net, run), run.config.run.seed
         return fit(accelerator, rows, make, run.task, run.recipe, seed, recorded)
 
 

@@ -1,1 +1,1 @@
-"""The nets that --model can name, with their initial weights, losses and optimizers."""
+"""The nets that --model can name, their initial weights, and the trial of a net."""

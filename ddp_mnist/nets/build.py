@@ -87,9 +87,7 @@ def from_torchvision(name: str) -> Factory:
     names = models.list_models(module=models)
     if name not in names:
         hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
-        raise UsageError(
-            f"--model torchvision:{name}: torchvision has no such net for classification{hint}"
-        )
+        raise UsageError(f"--model torchvision:{name}: torchvision has no such classifier{hint}")
     options: dict[str, Any] = {}
     if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
         options |= {"aux_logits": False, "init_weights": True}

@@ -46,20 +46,16 @@ def find_weights(model: str, weights: str | None) -> InitialWeights | None:
         return InitialWeights(weights, None)
     library, _, net = model.partition(":")
     if library != "torchvision":
-        raise UsageError(
-            f"--weights {weights}: {model} has none by name; give a .pth or .safetensors file, or"
-            " use --model torchvision:NAME"
-        )
+        fix = "give a .pth or .safetensors file, or use --model torchvision:NAME"
+        raise UsageError(f"--weights {weights}: {model} has none by name; {fix}")
     from torchvision.models import get_model_weights
 
     entries = get_model_weights(net)
     # Those without categories hold only a part of the net; the rest is NaN.
     names = [name for name, each in entries.__members__.items() if each.meta["categories"]]
     if (name := weights.removeprefix(f"{entries.__name__}.")) not in names:
-        raise UsageError(
-            f"--weights {weights}: {model} has none of that name; choose from"
-            f" {', '.join(sorted(names))}"
-        )
+        legal = ", ".join(sorted(names))
+        raise UsageError(f"--weights {weights}: {model} has none of that name; choose from {legal}")
     return InitialWeights(weights, entries[name])
 
 
@@ -101,32 +97,31 @@ def load_weights(
     """
     name, entry = weights
     if entry:
-        given, made_for = read_named(model, name, entry)
+        loaded, made_for = read_named(model, name, entry)
         cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
     else:
-        given, made_for = read_weights(name)
+        loaded, made_for = read_weights(name)
         cure, origin = "name the --model that it was made for", f"from {name}"
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
-        net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
+        net, loaded = net.net, {key.removeprefix("net."): loaded[key] for key in loaded}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
-        given = {key: given[key] for key in given if not key.lower().startswith("aux")}
+        loaded = {key: loaded[key] for key in loaded if not key.lower().startswith("aux")}
     tensors = net.state_dict()
-    if not tensors.keys() & given.keys():  # DDP's own state_dict() has a prefix
-        given = {key.removeprefix("module."): given[key] for key in given}
+    if not tensors.keys() & loaded.keys():  # DDP's own state_dict() has a prefix
+        loaded = {key.removeprefix("module."): loaded[key] for key in loaded}
 
     layer = [*tensors][-1].rpartition(".")[0]
     last = [key for key in tensors if key.rpartition(".")[0] == layer]
-    other_sizes = [key for key in last if key in given and given[key].shape != tensors[key].shape]
+    other_sizes = [key for key in last if key in loaded and loaded[key].shape != tensors[key].shape]
     if other_sizes or made_for not in (None, names):
         if any(tensors[key].shape[:1] != (outputs,) for key in last):
-            raise UsageError(
-                f"--weights {name}: was made for other outputs, and the net's last layer,"
-                f" {layer}, does not give the {outputs}; define the layer that gives them last"
-            )
-        given |= {key: tensors[key] for key in last}
+            fault = f"the net's last layer, {layer}, does not give the {outputs}"
+            fix = "define the layer that gives them last"
+            raise UsageError(f"--weights {name}: was made for other outputs, and {fault}; {fix}")
+        loaded |= {key: tensors[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
     tensors.clear()  # but for the layers' versions, which mnasnet needs
-    tensors.update(given)
+    tensors.update(loaded)
     with blame(f"--weights {name}", UsageError, cure):
         net.load_state_dict(tensors)
     return origin
@@ -163,7 +158,7 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
                 about = json.loads((opened.metadata() or {}).get(METADATA_KEY, "{}"))
                 names = opened.keys()
                 return {key: opened.get_tensor(key) for key in names}, about.get("classes")
-        given = torch.load(file, map_location="cpu", weights_only=True)
-        if not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        if not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
             raise ValueError("it holds more than tensors")
-        return given, None
+        return loaded, None

@@ -15,6 +15,7 @@ from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import UsageError, blame
 
 FIX = "correct its forward, or give another --image-size or a larger --batch-size"
+DEFAULT_GENERATOR = "a default generator (torch, NumPy, random)"
 
 
 def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int = 2) -> None:
@@ -27,14 +28,12 @@ def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
     for batch in (3, 1):  # as in an epoch's last batch, or predict's only one
         try_net(model.eval(), name, outputs, (batch, *shape))
-    in_training = (2, 1) if at_once == 1 else (2,)
-    for batch in in_training:
+    for batch in (2, 1) if at_once == 1 else (2,):
         try_net(model.train(), name, outputs, (batch, *shape))
     for key, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
-            raise UsageError(
-                f"--model {name}: {key} has no part in the outputs; use it in forward, or remove it"
-            )
+            fix = "use it in forward, or remove it"
+            raise UsageError(f"--model {name}: {key} has no part in the outputs; {fix}")
 
 
 def lacks_parameters(net: nn.Module) -> bool:
@@ -57,12 +56,10 @@ def try_net(model: nn.Module, name: str, outputs: int, shape: tuple[int, ...]) -
         found = model(torch.zeros(shape, dtype=torch.uint8))
         if model.training:
             found.sum().backward()
-    given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    if given != [shape[0], outputs]:
-        raise UsageError(
-            f"{prefix}: gives {given}, must be [{shape[0]}, {outputs}]; correct its last layer and"
-            " keep the images apart"
-        )
+    returned = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if returned != (legal := [shape[0], outputs]):
+        fix = "correct its last layer and keep the images apart"
+        raise UsageError(f"{prefix}: gives {returned}, must be {legal}; {fix}")
 
 
 def check_task(task: Task, prefix: str, targets: Tensor) -> None:
@@ -85,9 +82,9 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
         outputs = outputs.view(count, task.outputs).requires_grad_()
         case = f"{prefix}, on outputs {list(outputs.shape)} and targets {list(some.shape)}"
         with blame(case, UsageError):
-            given = list(task.predict(outputs.detach()).shape)
-            if given != list(some.shape):
-                raise UsageError(f"{case}: predict gives {given}, must be {list(some.shape)}")
+            predicted = list(task.predict(outputs.detach()).shape)
+            if predicted != list(some.shape):
+                raise UsageError(f"{case}: predict gives {predicted}, must be {list(some.shape)}")
             found, again = loss_and_score(outputs, some), loss_and_score(outputs, some)
             for name, each in found.items():
                 if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
@@ -98,10 +95,9 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
                     )
             found["loss"].sum().backward()
             if not is_close(again["loss"], found["loss"]):
-                raise UsageError(
-                    f"{case}: gives others at a second call, so a resumed run would differ; keep"
-                    " nothing between calls; draw from a default generator (torch, NumPy, random)"
-                )
+                fault = "gives others at a second call, so a resumed run would differ"
+                fix = f"keep nothing between calls; draw from {DEFAULT_GENERATOR}"
+                raise UsageError(f"{case}: {fault}; {fix}")
             if not isinstance(task, Classification):
                 task.count(task.predict(outputs.detach()).cpu(), some.cpu())
             alone = [loss_and_score(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]
@@ -112,8 +108,7 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
-    pair = found.double(), expected.double()
-    return torch.allclose(*pair, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # --- What a checkpoint would lose
@@ -142,11 +137,9 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str 
         ours, theirs = (_logits(net, images[1], step=1) for net in pair)
         if not is_close(ours, theirs):
             what = f"forward changes {', '.join(lost)}" if lost else "forward has a memory"
-            raise UsageError(
-                f"--model {name}: {what}, which is not in its state_dict, so a resumed run would"
-                " differ from an unbroken one; make it a persistent buffer, or draw random numbers"
-                " from a default generator (torch, NumPy, random)"
-            )
+            fault = "is not in its state_dict, so a resumed run would differ from an unbroken one"
+            fix = f"make it a persistent buffer, or draw random numbers from {DEFAULT_GENERATOR}"
+            raise UsageError(f"--model {name}: {what}, which {fault}; {fix}")
     if not counts:
         return None
     return (

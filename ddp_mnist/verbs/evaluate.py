@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.cluster import rendezvous
-from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import own_code
@@ -38,41 +38,40 @@ from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
 MOST_NAMED = 50  # files that are looked up; a line holds fewer
+Matrix = list[list[int]]  # images, by what they are and what they were taken for
 TABLE_COLUMNS = 80  # up to this width, class names head the columns; else numbers
 
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
-    metrics = evaluate_run(flags, distribution, find_launch(distribution, trains=False))
+    metrics = evaluate_run(flags, distribution)
     if metrics is not None:
         Console(True).print(as_json(metrics) if flags.json else metrics_table(metrics))
 
 
-def evaluate_run(
-    flags: Evaluate, distribution: Distribution, launch: Launch
-) -> dict[str, Any] | None:
+def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] | None:
     """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks."""
-    run = flags.run
+    run, launch = flags.run, find_launch(distribution, trains=False)
     with join_world(distribution, launch, full_precision=True) as world:
         store, accelerator = world.store, world.accelerator
         is_rank0 = store.rank == 0  # which has the run, counts and prints
         content = model_file.read_bytes(run) if is_rank0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
-        more = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
+        extra_scores = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        images = _parted(images, flags.split, config["val_size"], config["left_out"])
+        images = _parted(images, flags.split, config)
         rows = subset(images, flags.split)
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, task = trained.model.to(accelerator.device), trained.task
         if isinstance(task, Classification):
-            task = Classification(task.classes, find_loss(loss), more)
-        if store.rank == 0:
+            task = Classification(task.classes, find_loss(loss), extra_scores)
+        if is_rank0:
             import_metrics_meanwhile()
         loader = make_eval_loader(accelerator, rows, flags.batch_size)
         metrics = evaluate_split(accelerator, model, loader, task)
@@ -97,20 +96,19 @@ def evaluate_run(
 
 
 def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the run's flags, the digest and own_code of config.json, and summary.json or {}.
+    """Return the run's flags, and the digest and own_code of config.json.
 
     A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
     with blame(f"{run}: {folder.CONFIG}", CheckpointError):
         config = files.read_json(Path(run) / folder.CONFIG)
-        given = config["run"] | config["recipe"]
-        found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
+        saved = config["run"] | config["recipe"]
+        found = {name: saved[name] for name in ("dataset", "val_size")}  # of any version
         found |= {name: config.get(name) for name in ("digest", "own_code")}
         found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
-    found["summary"] = files.read_if_whole(Path(run) / folder.SUMMARY)
-    found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
+    found = flag_values(RunFlags()) | flag_values(Recipe()) | saved | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
@@ -125,12 +123,12 @@ def _load(
     Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options, share = options_of(config), config["test_size"]
+    options, test_share = options_of(config), config["test_size"]
     if not flags.dataset:
         images = cache.load(name, cache_dir, options)
         if images.digest == config["digest"]:
             return images
-        fault = changed_since(flags.run, name, config["summary"], images)
+        fault = f"{flags.run}: the images of {name} have changed since the run"
         fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
     options = replace(options, test_size=0)
@@ -141,18 +139,9 @@ def _load(
 
     # Images from which the run's own test was drawn are split as they were.
     is_known = np.isin(images.keys, folder.trained_on(flags.run))  # on rank 0, which has the run
-    if store.broadcast_from_rank0("known images", lambda: bool(share and is_known.any())):
-        images = cache.load(flags.dataset, cache_dir, replace(options, test_size=share))
+    if store.broadcast_from_rank0("known images", lambda: bool(test_share and is_known.any())):
+        images = cache.load(flags.dataset, cache_dir, replace(options, test_size=test_share))
     return _relabelled(images, trained.task.names, flags) if images.classes else images
-
-
-def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
-    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    now, then = images.describe(), summary.get("dataset", {})
-    had = "train {train_rows:,}, test {test_rows:,} images"
-    counts = [had.format(**each) for each in (then, now) if each]
-    what = "other pixels, labels or names" if len({*counts}) < 2 else " then, now ".join(counts)
-    return f"{run}: the images of {dataset} have changed since the run ({what})"
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:
@@ -172,15 +161,14 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
     return replace(images, classes=classes, targets=label_in_run[images.targets])
 
 
-def _parted(
-    images: ImageData, split: str, val_size: int, left_out: Sequence[int] = ()
-) -> ImageData:
+def _parted(images: ImageData, split: str, config: dict[str, Any]) -> ImageData:
     """Return the data set in the run's parts; it held out `val_size` of the train images."""
+    val_size, seen_by_weights = config["val_size"], config["left_out"]
     there, why = len(images.rows["train"]), "the run's --weights were trained on some"
     if split == "test":
-        return images.without(left_out, why)
+        return images.without(seen_by_weights, why)
     if val_size < there:
-        images = images.hold_out(val_size).without(left_out, why)
+        images = images.hold_out(val_size).without(seen_by_weights, why)
         if len(images.rows[split]):
             return images
         val_size = len(images.rows["validation"])
@@ -201,17 +189,16 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         lost = f"{flags.run}: has no {folder.TRAINED_ON}"
         unknown = f"{lost}, so whether it was trained on these is unknown"
         if images.test_share is not None:
-            fix = "give images that it has not seen, in test/CLASS/"
-            raise DataError(f"{unknown}; {fix}")
+            raise DataError(f"{unknown}; give images that it has not seen, in test/CLASS/")
         warn(unknown)
         return
-    if len(seen := numbers[np.isin(images.keys[numbers], keys)]):
+    if len(trained_on := numbers[np.isin(images.keys[numbers], keys)]):
         fix = "use --split test"
         if flags.split == "test":
-            paths = images.files_of(seen[:MOST_NAMED].tolist()).values()
+            paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
             names = joined(map(printable, paths), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"
-        those = f"{len(seen):,} of these {len(numbers):,} {flags.split} images"
+        those = f"{len(trained_on):,} of these {len(numbers):,} {flags.split} images"
         fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"
         raise DataError(f"{fault}; {fix}, or choose other images")
 
@@ -237,9 +224,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _matrix(
-    names: list[str], accuracies: list[float | None], confusion: list[list[int]]
-) -> Iterator[str]:
+def _matrix(names: list[str], accuracies: list[float | None], confusion: Matrix) -> Iterator[str]:
     """Yield the lines of the whole matrix.
 
     Rows and columns are headed by the names of the classes. If these are too long, columns are
@@ -256,19 +241,17 @@ def _matrix(
     yield "rows: what the images are; columns: what they were taken for"
     yield f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads)
     for name, accuracy, row in zip(names, accuracies, confusion, strict=True):
-        share = "-" if accuracy is None else f"{accuracy:.4f}"
-        yield f"{name:<{first}} {share:>8}   " + " ".join(f"{n:>{width}}" for n in row)
+        shown = "-" if accuracy is None else f"{accuracy:.4f}"
+        yield f"{name:<{first}} {shown:>8}   " + " ".join(f"{n:>{width}}" for n in row)
 
 
-def _worst(
-    names: list[str], accuracies: list[float | None], confusion: list[list[int]]
-) -> Iterator[str]:
+def _worst(names: list[str], accuracies: list[float | None], confusion: Matrix) -> Iterator[str]:
     """Yield the lines of the MOST_SHOWN worst classes and most frequent confusions."""
     matrix = np.array(confusion)
-    known = [(share, label) for label, share in enumerate(accuracies) if share is not None]
+    known = [(each, label) for label, each in enumerate(accuracies) if each is not None]
     yield f"accuracy   images   the worst of {len(names):,} classes"
-    for share, label in sorted(known)[:MOST_SHOWN]:
-        yield f"{share:>8.4f}   {matrix[label].sum():>6,}   {names[label]}"
+    for accuracy, label in sorted(known)[:MOST_SHOWN]:
+        yield f"{accuracy:>8.4f}   {matrix[label].sum():>6,}   {names[label]}"
     yield "images   most often taken for another (--json has all)"
     for label, guess, rows in scores.most_confused(matrix, MOST_SHOWN):
         yield f"{rows:>6,}   {names[label]}, taken for {names[guess]}"

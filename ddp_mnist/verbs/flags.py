@@ -7,11 +7,7 @@ from ddp_mnist.config.mistakes import MISTAKES
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
-DATASET = "Data set, as for train."
-EXPORTS = {  # the file of each format
-    "safetensors": "model.safetensors",
-    "onnx": "model.onnx",
-}
+EXPORTS = {"safetensors": "model.safetensors", "onnx": "model.onnx"}  # the file of each format
 
 
 @dataclass(frozen=True)
@@ -74,10 +70,7 @@ class Export(Flags):
 
     run: str = argument("RUN", RUN)
     format: tuple[str, ...] = flag(
-        ("safetensors",),
-        "safetensors or onnx; separate both with a comma.",
-        choices=tuple(EXPORTS),
-        metavar="A,B",
+        ("safetensors",), "safetensors, onnx, or both.", choices=tuple(EXPORTS), metavar="A,B"
     )
     out: str | None = flag(None, "Folder to write to [RUN/export].", metavar="FOLDER")
     license: str = flag("unknown", "License of the weights, e.g. apache-2.0.", metavar="ID")
@@ -91,7 +84,7 @@ class Prepare(Flags):
       ddp-mnist prepare --dataset photos --image-size 64
     """
 
-    dataset: str = flag("mnist", DATASET)
+    dataset: str = flag("mnist", "Data set, as for train.")
     image_size: str | None = flag(None, "Size to resize images to, as for train.")
     grey: bool = flag(False, "Convert colour images to grey.")
     task: str | None = flag(None, "Your own task, as for train [classes].")
@@ -126,9 +119,7 @@ class Verify(Flags):
       ddp-mnist verify --inject gradients
     """
 
-    processes: int = flag(
-        3, "Compare 2, 3 ... N processes with one, if they divide 24.", least=2, most=10**4
-    )
+    processes: int = flag(3, "Compare 2, 3 ... N processes with one, if they divide 24.", least=2)
     gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
     loss: str | None = flag(None, "Your own loss, as for train [cross-entropy].")

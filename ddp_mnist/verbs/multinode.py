@@ -65,10 +65,8 @@ def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
     node = make_node(flags)
-    tell(
-        f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
-        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
-    )
+    place = f"{node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
+    tell(f"machine {node.machine_rank} of {node.num_machines}: meeting the others at {place}")
     try:
         join_machines(node, timeout_s)
     except FailedElsewhere as error:  # printed on that machine only
@@ -81,11 +79,8 @@ def make_node(flags: Multinode) -> Node:
     """Return this machine, with one process per GPU, or one."""
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
-        given, missing = f"MACHINE_RANK={rank}", "MAIN_PROCESS_IP"
-        if rank is None:
-            given, missing = f"MAIN_PROCESS_IP={address}", "MACHINE_RANK"
-        alone = "rehearse here" if flags.verb == "train" else "check this machine alone"
-        raise UsageError(f"{given}: {missing} is missing; give it too, or neither, to {alone}")
+        typed = f"MACHINE_RANK={rank}, MAIN_PROCESS_IP={address}"
+        raise UsageError(f"{typed}: one is missing; give both, or neither for this machine alone")
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
@@ -116,10 +111,8 @@ def rehearse(flags: Multinode, arguments: list[str]) -> int:
     console = Console(True, must_arrive=False)
     console.print("REHEARSAL: two nodes on this machine, on its CPU, over TCP")
     if flags.num_machines != 2:
-        raise UsageError(
-            f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
-            " MACHINE_RANK and MAIN_PROCESS_IP"
-        )
+        fix = "for more, give MACHINE_RANK and MAIN_PROCESS_IP"
+        raise UsageError(f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; {fix}")
     port, size = flags.main_process_port or free_port(), 2 * (flags.nproc_per_node or 1)
     launchers: list[subprocess.Popen[bytes]] = []
     try:

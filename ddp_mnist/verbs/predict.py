@@ -33,7 +33,7 @@ from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
-STDIN = Path("-")
+Answer = dict[str, Any]  # the line of JSON about an image
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
@@ -57,9 +57,7 @@ def run(flags: Predict) -> None:
         console.print(f"written to {flags.show}")
 
 
-def table(
-    answers: Iterable[dict[str, Any]], files: Sequence[str], names: Sequence[str]
-) -> Iterator[str]:
+def table(answers: Iterable[Answer], files: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """Yield a heading, then a line for each answer: file, label, probability, and next classes.
 
     If the names are not those of classes but of numbers, these follow the file.
@@ -79,14 +77,13 @@ def table(
             yield f"{padded('file', first)}   {numbers if 'prediction' in each else heading}"
         if "error" in each:
             yield f"{file}   {each['error']}"
-            continue
-        if "prediction" in each:
+        elif "prediction" in each:
             yield f"{file}   " + "   ".join(f"{x:>10.4g}" for x in each["prediction"].values())
-            continue
-        label = padded(shown_name(each["label"]), second)
-        _, *others = each["probabilities"].items()
-        rest = "   ".join(f"{shown_name(name)} {share:.2f}" for name, share in others)
-        yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
+        else:
+            label = padded(shown_name(each["label"]), second)
+            _, *others = each["probabilities"].items()
+            rest = "   ".join(f"{shown_name(name)} {number:.2f}" for name, number in others)
+            yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
 def load(flags: Predict) -> TrainedModel:
@@ -100,7 +97,7 @@ def load(flags: Predict) -> TrainedModel:
 
 
 @torch.inference_mode()
-def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
+def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
     With numbers instead of classes it is {file, prediction}. For a file that cannot be read yield
@@ -108,7 +105,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
     """
     made = trained.image_format
     digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
-    seen, errors = list[tuple[str, np.ndarray]](), list[str]()
+    titled_images, errors = list[tuple[str, np.ndarray]](), list[str]()
     files = [file for image in flags.images for file in find_images(image)]
     for file in files:
         try:
@@ -122,16 +119,16 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[dict[str, Any]]:
             continue
         found = prediction_of(trained.task, outputs, flags.top or LISTED)
         if flags.show:
-            seen.append((titled(file.name, in_short(found)), image))
+            titled_images.append((titled(file.name, in_short(found)), image))
         yield {"file": str(file), **found}
-    if flags.show and seen:
-        draw(seen, Path(flags.show))
+    if flags.show and titled_images:
+        draw(titled_images, Path(flags.show))
     if errors:
         several = f" ({len(errors)} of {len(files):,} files have no answer)"
         raise DataError(errors[0] + (several if len(errors) > 1 else ""))
 
 
-def prediction_of(task: Task, outputs: Tensor, top: int) -> dict[str, Any]:
+def prediction_of(task: Task, outputs: Tensor, top: int) -> Answer:
     """Return what the outputs [1, outputs] for an image mean, for JSON, with the `top` classes."""
     if not isinstance(task, Classification):
         numbers = [float(f"{x:.7g}") for x in task.predict(outputs)[0].tolist()]
@@ -143,7 +140,7 @@ def prediction_of(task: Task, outputs: Tensor, top: int) -> dict[str, Any]:
     return {"label": label, "probability": share, "probabilities": probabilities}
 
 
-def in_short(found: dict[str, Any]) -> str:
+def in_short(found: Answer) -> str:
     """Return an answer in a few words."""
     if "label" in found:
         return f"{shown_name(found['label'])} ({found['probability']:.2f})"
@@ -170,7 +167,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
     If it cannot be read, the DataError's message has to follow the file's name.
     """
-    content = sys.stdin.buffer.read() if file == STDIN else file
+    content = sys.stdin.buffer.read() if file == Path("-") else file
     try:
         if file.exists() and not file.is_file():  # reading a pipe may never end
             raise DataError("not a regular file; give one, or - and the image on stdin")
@@ -196,18 +193,18 @@ def titled(name: str, answer: str) -> str:
     return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
 
 
-def draw(seen: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
+def draw(titled_images: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
     """Write a picture of the first MOST_SHOWN images, with their titles. Raise StorageError."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties, fontManager
 
     chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
     font = FontProperties(family=["DejaVu Sans Mono", *chinese[:1]], size=8)
-    shown = seen[:MOST_SHOWN]
+    shown = titled_images[:MOST_SHOWN]
     rows, lines = -(-len(shown) // PER_ROW), max(title.count("\n") for title, _ in shown)
     size = PER_ROW * INCHES, rows * INCHES * (1.23 + 0.12 * lines) + 0.3
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{len(shown)} of {len(seen):,} images", fontsize=9)
+    figure.suptitle(f"{len(shown)} of {len(titled_images):,} images", fontsize=9)
     for place, (title, image) in enumerate(shown, start=1):
         axis = figure.add_subplot(rows, PER_ROW, place)
         axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)

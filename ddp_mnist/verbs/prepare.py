@@ -19,8 +19,6 @@ def run(flags: Prepare) -> None:
         console.print(note)
     train, test = len(images.rows["train"]), len(images.rows["test"])
     targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
-    console.print(
-        f"{images.name}: {train:,} train and {test:,} test images of {targets} in"
-        f" {cache.cache_folder(flags.cache_dir)}"
-    )
+    counts, folder = f"{train:,} train and {test:,} test", cache.cache_folder(flags.cache_dir)
+    console.print(f"{images.name}: {counts} images of {targets} in {folder}")
     console.print(f"digest {images.digest}")

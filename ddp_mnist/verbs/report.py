@@ -36,7 +36,6 @@ from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.verbs import plots
-from ddp_mnist.verbs.evaluate import changed_since
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
@@ -97,46 +96,40 @@ def read_run(path: Path) -> ReportedRun:
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
-        metrics, summary = path / folder.METRICS, path / folder.SUMMARY
-        lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
-        run = ReportedRun(
-            path,
-            printable(path.resolve().name),
-            files.read_json(path / folder.CONFIG),
-            [{**json.loads(line)} for line in lines[:-1]],  # the last line may be incomplete
-            files.read_json(summary) if summary.exists() else {},
-            status,
-        )
+        config, file = files.read_json(path / folder.CONFIG), path / folder.SUMMARY
+        summary, log = files.read_json(file) if file.exists() else {}, path / folder.METRICS
+        lines = log.read_text(encoding="utf-8").split("\n") if log.exists() else []
+        metrics = [{**json.loads(line)} for line in lines[:-1]]  # the last line may be incomplete
+        run = ReportedRun(path, printable(path.resolve().name), config, metrics, summary, status)
         render_page(run, {})  # fails if a field is missing
         return run
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, places: Report) -> str | None:
+def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
     Return, in words, how the images have changed since the run; None if they have not.
     """
-    flags = run.config["run"]
-    dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
+    saved = run.config["run"]
+    dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
     try:
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
-        options = options_of({"task": None} | run.config["recipe"] | flags | drawn)
+        options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         read = cache.cached if source.kind == "hub" else cache.load
         images = read(dataset, cache_dir, options)
         if images is None:
-            raise DataError(
-                "the test images are not in the cache of this machine; name their place: --dataset"
-            )
+            fix = "name their place: --dataset"
+            raise DataError(f"the test images are not in the cache of this machine; {fix}")
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
         return None
     if images.digest != run.summary["dataset"]["digest"]:
-        change = changed_since(run.name, dataset, run.summary, images)
+        change = f"{run.name}: the images of {dataset} have changed since the run"
         run.no_mistakes = f"They cannot be shown: {change}."
         return change
     run.no_mistakes = "There are none."
@@ -170,11 +163,9 @@ def find_mistakes(run: ReportedRun, places: Report) -> str | None:
 
 def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
     """Return, for each row of the test split, its file in the folder, or its number."""
-    paths = images.files_of(numbers := images.rows["test"][[*rows]].tolist())
-    places = (
-        paths.get(number, f"test image {row}") for row, number in zip(rows, numbers, strict=True)
-    )
-    return dict(zip(rows, map(printable, places), strict=True))
+    numbers = dict(zip(rows, images.rows["test"][[*rows]].tolist(), strict=True))
+    paths = images.files_of([*numbers.values()])
+    return {row: printable(paths.get(numbers[row], f"test image {row}")) for row in rows}
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -230,15 +221,15 @@ def advice(run: ReportedRun) -> str | None:
     )
 
 
-def interval(share: float, images: int) -> tuple[float, float]:
-    """Return the bounds between which a share of so many images lies, at 95 %.
+def interval(accuracy: float, images: int) -> tuple[float, float]:
+    """Return the bounds between which an accuracy of so many images lies, at 95 %.
 
     Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
     holds too, where share +- 2 standard errors does not.
     """
     from scipy.stats import binomtest  # slow
 
-    return tuple(binomtest(round(share * images), images).proportion_ci(method="wilson"))
+    return tuple(binomtest(round(accuracy * images), images).proportion_ci(method="wilson"))
 
 
 def parts_of(path: str) -> list[str]:

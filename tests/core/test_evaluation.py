@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
@@ -152,7 +152,7 @@ def train_and_evaluate(config: TrainConfig) -> list[str]:
     just_train(config)
     trained = Path("precisions").read_text().splitlines()
     Path("precisions").write_text("")
-    evaluate.evaluate_run(Evaluate("run"), Distribution(cpu=True), Launch())
+    evaluate.evaluate_run(Evaluate("run"), Distribution(cpu=True))
     [evaluated] = {*Path("precisions").read_text().splitlines()}
     cudnn: Any = torch.backends.cudnn
     return [*trained, evaluated, cudnn.conv.fp32_precision]

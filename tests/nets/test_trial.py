@@ -65,7 +65,7 @@ def refused(name: str) -> str:
 
 NOT_MADE = {
     "own_net:Nett": ": AttributeError: .* no attribute 'Nett'$",
-    "torchvision:resnet19": ": torchvision has no such net.*; did you mean resnet18?",
+    "torchvision:resnet19": ": torchvision has no such classifier; did you mean resnet18?",
     "torchvision:vit_b_16": r", on images \[3, 3, 32, 40\]: AssertionError: Wrong image width!",
 }
 NOT_COMPUTED = {  # what `forward` returns

@@ -20,7 +20,7 @@ from ddp_mnist.training import checkpoint, resume
 from ddp_mnist.training.folder import STARTING
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.verbs.verify import watch
-from ddp_mnist.verbs.verify.watch import Seen, just_train, resumed
+from ddp_mnist.verbs.verify.watch import RankRecord, just_train, resumed
 from tests.chaos import leftovers, what_stays
 from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx
@@ -205,7 +205,7 @@ in_float64 = partial(watch.proof_config, model="mlp", epochs=2)
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RankRecord]:
     """Return an unbroken run of one process in float64, and what was seen of it."""
     folder = tmp_path_factory.mktemp("watched")
     [seen] = run_world(1, watch.train_and_watch, in_float64(), folder=folder)
@@ -214,12 +214,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_the_rest_of_the_samples_in_order_on_another_world_size(
-    before: int, after: int, watched: tuple[Path, Seen], tmp_path: Path
+    before: int, after: int, watched: tuple[Path, RankRecord], tmp_path: Path
 ) -> None:
     unbroken, whole = watched
     began = in_float64()
     step = stop(began, tmp_path, step=20, size=before)
-    ranks: list[Seen] = run_world(after, _watch_elsewhere, resumed(began), folder=tmp_path)
+    ranks: list[RankRecord] = run_world(after, _watch_elsewhere, resumed(began), folder=tmp_path)
     assert watch.per_step(ranks) == watch.per_step([whole])[step:]
     assert ranks[0].learning_rates == whole.learning_rates[step:]
     summary = ranks[0].summary
@@ -229,7 +229,7 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
     assert [*tmp_path.glob("rank*/*")] == []
 
 
-def _watch_elsewhere(config: TrainConfig) -> Seen:
+def _watch_elsewhere(config: TrainConfig) -> RankRecord:
     """Train as on machines of their own: only rank 0 finds the run folder, and writes it."""
     if rank := int(os.environ.get("RANK", 0)):
         Path(f"rank{rank}").mkdir()

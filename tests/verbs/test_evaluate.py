@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import UsageError
 from ddp_mnist.training import scores
 from ddp_mnist.verbs import evaluate
@@ -80,25 +80,28 @@ def test_of_many_classes_the_worst_are_shown() -> None:
 # --- Its splits
 
 
+def parted(images: ImageData, split: str, val_size: int) -> ImageData:
+    return evaluate._parted(images, split, {"val_size": val_size, "left_out": []})
+
+
 def test_a_split_that_another_data_set_is_too_small_for() -> None:
     images = cache.load("digits")
     for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
         with pytest.raises(UsageError, match=rf"^--split {split}: .*{val_size:,}.*--split test$"):
-            evaluate._parted(images, split, val_size)
-        assert len(evaluate._parted(images, "test", val_size).rows["test"]) == 360
-    assert len(evaluate._parted(images, "train", 1436).rows["train"]) == 1
+            parted(images, split, val_size)
+        assert len(parted(images, "test", val_size).rows["test"]) == 360
+    assert len(parted(images, "train", 1436).rows["train"]) == 1
     alike = dataclasses.replace(images, keys=np.zeros_like(images.keys))  # none is held
-    assert len(evaluate._parted(alike, "train", 5).rows["train"]) == 1437
+    assert len(parted(alike, "train", 5).rows["train"]) == 1437
     with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
-        evaluate._parted(alike, "validation", 5)
+        parted(alike, "validation", 5)
 
 
 def evaluate_on_other_images(run: str) -> Any:
     if os.environ["RANK"] == "1":
         images = dataclasses.replace(cache.load("digits"), digest="0")
         evaluate.cache.load = lambda *_, **__: images
-    flags = Distribution(cpu=True)
-    return evaluate.evaluate_run(Evaluate(run, dataset="digits"), flags, find_launch(flags))
+    return evaluate.evaluate_run(Evaluate(run, dataset="digits"), Distribution(cpu=True))
 
 
 def test_ranks_that_have_other_images_are_refused(alone: Path, tmp_path: Path) -> None:

@@ -185,22 +185,22 @@ def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
     assert r": \<script\>x, \[l\]\(javascript:x\), \`b\`, \*a\*\|, e?\[2J, \$f\$, g\_h, 8" in card
 
 
-def test_a_format_that_fails_is_named_and_the_others_are_written(
+def test_a_format_that_fails_is_named_and_nothing_is_written(
     run: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A net that is random fails in every format, and nothing is written."""
-    out, failed = (
-        tmp_path / "out",
-        r"ddp-mnist: error: {}: gives outputs \S+ from the .* \(code 1\)\n",
-    )
+    """An earlier export stays as it was. A net that is random fails in every format."""
+    out = tmp_path / "out"
+    failed = r"ddp-mnist: error: {}: gives outputs \S+ from the .*; nothing is written, .*\n"
     export_it = ("export", run, "--format", "safetensors,onnx", "--out", out)
     assert typed(*export_it).code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     write, read = export.CONVERTERS["onnx"]
     far = lambda content: lambda images: 2 * read(content)(images)  # noqa: E731
     monkeypatch.setitem(export.CONVERTERS, "onnx", (write, far))
     ended = typed(*export_it)
     assert ended.code == 1 and re.fullmatch(failed.format(r"model\.onnx"), ended.err)
-    assert "model.onnx: removed, of an earlier export" in ended.out
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert typed("export", run, "--out", out).out.count("model.onnx: removed, of an earlier") == 1
     names = {path.name for path in out.iterdir()}
     assert names == {"README.md", "config.json", "trained_on.npy", "model.safetensors"}
     forward = torch.nn.Linear.forward

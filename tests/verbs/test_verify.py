@@ -38,7 +38,7 @@ CAUGHT = {  # the checks that each fault fails
 Runs = dict[str, Watched]
 
 
-def watch_all(configs: list[TrainConfig]) -> list[watch.Seen]:
+def watch_all(configs: list[TrainConfig]) -> list[watch.RankRecord]:
     return [watch.train_and_watch(config) for config in configs]
 
 

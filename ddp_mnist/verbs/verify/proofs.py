@@ -41,7 +41,7 @@ from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describ
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verbs.verify import watch
 from ddp_mnist.verbs.verify.mistakes import count_padding
-from ddp_mnist.verbs.verify.watch import Seen, proof_config, weights_of
+from ddp_mnist.verbs.verify.watch import RankRecord, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
@@ -62,7 +62,7 @@ class Watched:
 
     config: TrainConfig
     folder: Path
-    ranks: list[Seen]
+    ranks: list[RankRecord]
 
 
 def run(flags: Verify) -> None:
@@ -100,8 +100,8 @@ def config_of(flags: Verify) -> TrainConfig:
     rows = len(images_of(flags.dataset, flags.task).rows["train"])
     _, recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
     epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
-    given = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    typed = {"model": flags.model, "loss": flags.loss, "task": flags.task, "inject": flags.inject}
+    changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
     if flags.inject:
         changed = {**MISTAKES[flags.inject].recipe, **changed}
         epochs = max(epochs, MISTAKES[flags.inject].epochs)
@@ -175,8 +175,8 @@ def who_took_what(run: Watched) -> Iterator[str]:
     data = images_of(run.config.run.dataset, run.config.recipe.task)
     train = subset(data, "train").take([*range(len(data.rows["train"]))])[0]
     places = {watch.digest_of_image(image): place for place, image in enumerate(train)}
-    for rank, seen in enumerate(run.ranks):
-        images = seen.images[0]
+    for rank, record in enumerate(run.ranks):
+        images = record.images[0]
         shown = " ".join(f"{places.get(image, image[:6]):>4}" for image in images[:6])
         yield f"      step 1, rank {rank} of {len(run.ranks)}: {len(images)} images, {shown} ..."
 
@@ -190,7 +190,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     first = abs(run.ranks[0].gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
     yield near("weights", size, f"weights after {len(one.images)} steps", run.folder, alone)
-    digests = [rank.weights for rank in run.ranks]
+    digests = [rank.summary["model_sha256"] for rank in run.ranks]
     yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
 
@@ -211,8 +211,7 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare accumulated steps with undivided ones."""
-    recipe = replace(alone.config.recipe, grad_accum=PARTS)
-    config = replace(alone.config, recipe=recipe)
+    config = replace(alone.config, recipe=replace(alone.config.recipe, grad_accum=PARTS))
     run = watched_run(size, alone.folder.parent, config, "parts-on")
     return near("accumulation", size, f"weights by {PARTS} parts a step", run.folder, alone)
 
@@ -282,9 +281,7 @@ def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
     return check(name, problem, text, FIX, figures={"processes": size, "difference": difference})
 
 
-def exact(
-    name: str, size: int, what: str, found: Sequence[Any], expected: Sequence[Any]
-) -> CheckResult:
+def exact(name: str, size: int, what: str, found: list[Any], expected: list[Any]) -> CheckResult:
     """Return a FAIL if any of them differs, or is missing."""
     different = sum(a != b for a, b in itertools.zip_longest(found, expected))
     problem = ", must be 0" if different else ""

@@ -41,49 +41,43 @@ STEPS = 45  # of the digits' 1,150 train rows
 
 def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
     """Return a short run in float64 on the digits, with a log line at every step."""
-    return TrainConfig(
-        RunFlags(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
-        Recipe(**{**PROOF, **recipe}),
-        Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30),
-    )
+    run = RunFlags(dataset="digits", run_dir=run_dir, log_every=1, quiet=True)
+    distribution = Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30)
+    return TrainConfig(run, Recipe(**{**PROOF, **recipe}), distribution)
 
 
 @dataclass
-class Seen:
-    """A record of one rank in a run."""
+class RankRecord:
+    """What one rank of a run did."""
 
     summary: dict[str, Any] = field(default_factory=dict)
-    images: list[list[str]] = field(default_factory=list)  # a digest of each, per micro-batch
+    images: list[list[str]] = field(default_factory=list)  # a digest of each, per optimizer step
     learning_rates: list[float] = field(default_factory=list)  # per optimizer step
     gradient_norms: list[float] = field(default_factory=list)  # of all averaged gradients, per step
-
-    @property
-    def weights(self) -> str:
-        """A digest of the rank's final net."""
-        return self.summary["model_sha256"]
 
 
 def just_train(config: TrainConfig) -> dict[str, Any]:
     return train.train(config, find_launch(config.distribution), make_mistake)
 
 
-def train_and_watch(config: TrainConfig) -> Seen:
+def train_and_watch(config: TrainConfig) -> RankRecord:
     """Train, and return this rank's record. The run has not finished, and is not just tried."""
-    seen, batches = Seen(), list[list[str]]()
+    record, batches = RankRecord(), list[list[str]]()
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
         if isinstance(net, Normalised) and net.training:
             batches.append([digest_of_image(image) for image in inputs[0]])
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
-        seen.images += batches[-config.recipe.grad_accum :]  # before the first step was the trial
+        micro_batches = batches[-config.recipe.grad_accum :]  # the trial's are before them
+        record.images.append([*itertools.chain(*micro_batches)])
         batches.clear()
-        seen.learning_rates.append(optimizer.param_groups[0]["lr"])
-        seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        record.learning_rates.append(optimizer.param_groups[0]["lr"])
+        record.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     with before_each_step(look_at_step), register_module_forward_pre_hook(look):
-        seen.summary = just_train(config)
-    return seen
+        record.summary = just_train(config)
+    return record
 
 
 def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> RemovableHandle:
@@ -119,8 +113,8 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
 def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
     """Return the flags that resume the run of `config`, with `typed` flags of its recipe."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
-    recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
-    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
+    recipe, names = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
+    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(names))
 
 
 def digest_of_image(image: Tensor) -> str:
@@ -128,12 +122,10 @@ def digest_of_image(image: Tensor) -> str:
     return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
 
 
-def per_step(ranks: list[Seen], parts: int = 1) -> list[list[str]]:
+def per_step(ranks: list[RankRecord]) -> list[list[str]]:
     """Return the digests of each step's images over all ranks, sorted."""
-    return [
-        sorted(image for seen in ranks for part in seen.images[i : i + parts] for image in part)
-        for i in range(0, len(ranks[0].images), parts)
-    ]
+    steps = zip(*(record.images for record in ranks), strict=True)
+    return [sorted(itertools.chain(*step)) for step in steps]
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
