@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def speaks(error: errors.DdpMnistError) -> bool:
     """Return whether this process prints the error.
 
-    Once all have met, the rank that failed first does. Before, all hit the same wrong flag: local
-    rank 0 prints it, and while the others wait, their launcher ends them. One that is still there
-    then hit a problem of its own.
+    Once all have joined, the rank that failed first does. Before, all hit the same wrong flag:
+    local rank 0 prints it, and while the others wait, their launcher ends them. One that is still
+    there then hit a problem of its own.
     """
     if isinstance(error, errors.FailedElsewhere):
         return False
@@ -330,7 +330,7 @@ def train(argv: list[str]) -> None:
         return load("ddp_mnist.verbs.verify.mistakes").make_mistake(training_run)
 
     if launch.world_size > 1:
-        console.print(f"meeting    {launch.world_size} processes")
+        console.print(f"joining    {launch.world_size} processes")
     run(config, launch, make_mistake)
 
 

@@ -66,7 +66,7 @@ def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
         return rehearse(flags, arguments)
     node = make_node(flags)
     place = f"{node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
-    tell(f"machine {node.machine_rank} of {node.num_machines}: meeting the others at {place}")
+    tell(f"machine {node.machine_rank} of {node.num_machines}: joining the others at {place}")
     try:
         join_machines(node, timeout_s)
     except FailedElsewhere as error:  # printed on that machine only

@@ -21,7 +21,7 @@ from ddp_mnist.errors import PeerError, UsageError
 from tests.commands import Typed
 from tests.run_checks import told_once
 
-TIMEOUT_S = 0.8  # of every meeting that fails here
+TIMEOUT_S = 0.8  # of every rendezvous that fails here
 NOBODY = "rank 1 of 2 reached nobody there within 0.8 s ("
 
 
@@ -30,7 +30,7 @@ def place(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> Lau
 
 
 def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -> Any:
-    """One process's meeting: its hosts, or its error and the seconds that it took."""
+    """One process's rendezvous: its hosts, or its error and the seconds that it took."""
     number = int(os.environ.get("RANK", 0))
     port = int(os.environ["MASTER_PORT"])
     Path(f"started-{number}").touch()
@@ -46,7 +46,7 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
     return store.rank_info
 
 
-def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
+def rendezvous_of(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
     """`meet_as` in as many processes as there are ranks."""
     variables = {"MASTER_PORT": str(free_port())}
     return run_world(len(ranks), meet_as, ranks, world_sizes, folder=folder, variables=variables)
@@ -74,7 +74,7 @@ def test_each_rank_gets_a_place_on_its_machine_and_the_address_of_another() -> N
 
 
 def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> None:
-    outcomes = meetings([0, 2], [4, 4], tmp_path)
+    outcomes = rendezvous_of([0, 2], [4, 4], tmp_path)
     reported = told_once([error for error, _ in outcomes], 6)
     assert max(seconds for _, seconds in outcomes) < TIMEOUT_S + 2
     assert "2 of 4 processes came within 0.8 s; missing: rank 1, 3; start them" in str(reported)
@@ -126,7 +126,7 @@ def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
-    outcomes = meetings([0, 1, 1], [3, 3, 3], tmp_path)
+    outcomes = rendezvous_of([0, 1, 1], [3, 3, 3], tmp_path)
     [first] = [error for error, _ in outcomes if isinstance(error, UsageError)]
     assert "another process joined as rank 1 after this one" in str(first)
     assert "its own rank, 0 to 2" in str(first)
@@ -139,7 +139,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 
 def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None:
     for sizes in ([2, 3], [3, 2]):
-        outcomes = meetings([0, 1], sizes, tmp_path)
+        outcomes = rendezvous_of([0, 1], sizes, tmp_path)
         assert max(seconds for _, seconds in outcomes) < TIMEOUT_S
         first = told_once([error for error, _ in outcomes], 2)
         told = f"rank 1 was given {sizes[1]} as the number of all, rank 0 {sizes[0]};"
@@ -180,7 +180,7 @@ def test_fault_17_a_machine_that_never_comes(typed: Typed) -> None:
         assert message.format(port=port) in line
 
 
-# --- A store that outlives a meeting
+# --- A store that outlives a rendezvous
 
 
 class Comes(NamedTuple):

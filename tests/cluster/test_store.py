@@ -1,4 +1,4 @@
-"""What meeting, agreeing and ending cost a rank does not depend on how many there are."""
+"""What joining, agreeing and ending cost a rank does not depend on how many there are."""
 
 import os
 import time

@@ -35,7 +35,16 @@ from tests.run_checks import apart
 TIMEOUT_S = 5  # --dist-timeout
 SLACK_S = 10  # in which every process has ended after that
 START_S = 90.0  # until a rank comes to the place, where others use the machine too
-PLACES = ("import", "decoding", "meeting", "first step", "training", "validation", "saving", "test")
+PLACES = (
+    "import",
+    "decoding",
+    "rendezvous",
+    "first step",
+    "training",
+    "validation",
+    "saving",
+    "test",
+)
 HOWS = ("SIGKILL", "exit 3", "SIGTERM", "exception")
 STARTS = ("tcp", "torchrun", "accelerate")
 SAVES = PLACES[4:]  # where a stop signal saves what the run has
@@ -43,7 +52,7 @@ HAS_FOLDER = PLACES[3:]
 FLAGS = "--dataset digits --model dying:Net --epochs 3 --batch-size 72 --checkpoint-every 10"
 FLAGS += f" --mixed-precision no --quiet --run-dir run --dist-timeout {TIMEOUT_S}"
 
-# The own net, which is imported after the meeting and before the data, and what strikes there.
+# The own net, which is imported after the rendezvous and before the data, and what strikes there.
 NET = """
 import math
 
@@ -110,7 +119,7 @@ def prepare():
     before(RecordedRun, "phase", "test", lambda run, name: name == "test")
     before(RecordedRun, "save", "saving", lambda run, state: state.progress.step >= 20)
 '''
-# Before PyTorch is imported: `host_id`, which is looked up at the meeting, asks for the name.
+# Before PyTorch is imported: `host_id`, which is looked up at the rendezvous, asks for the name.
 SITE = """
 import os, platform, sys
 
@@ -129,7 +138,7 @@ if "STRIKE" in os.environ:
         if sys._getframe(1).f_code.co_name == "host_id":
             from striking import strike
 
-            strike("meeting")
+            strike("rendezvous")
         return name()
 
     platform.node = node
@@ -184,7 +193,9 @@ def check_outcome(
     """Check the codes, or in a launcher's place status.json, and the one line."""
     status = read_if_whole(run / "status.json")
     saves = how == "SIGTERM" and place in SAVES
-    tells = how in ("SIGTERM", "exception") and place != "meeting"  # where nobody can be told yet
+    tells = (
+        how in ("SIGTERM", "exception") and place != "rendezvous"
+    )  # where nobody can be told yet
     own = {"SIGKILL": -9, "SIGTERM": 143, "exit 3": 3}.get(how, 2 if place == "import" else 1)
     others = own if tells else 6
     if starts == "tcp":
@@ -194,7 +205,7 @@ def check_outcome(
         told = [line for end in ends for line in end.error_lines]
         *_, line = sorted(told, key=lambda line: line.endswith("(code 6)"))
         assert line.endswith(f"(code {others})")
-        assert tells or f"rank {who}" in line or (who, place) == (0, "meeting")
+        assert tells or f"rank {who}" in line or (who, place) == (0, "rendezvous")
         its_own = how in ("SIGTERM", "exception") and not tells
         # without rank 0, which serves the store, the others cannot agree on who tells
         most = len(codes) if who == 0 and not tells else 1
@@ -301,7 +312,7 @@ def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
     codes = {end.code for end in ends}
     if starts == "torchrun":
         assert codes == {1}
-    elif place in ("loading", "meeting"):  # the others wait in vain
+    elif place in ("loading", "rendezvous"):  # the others wait in vain
         assert codes <= allowed | {6}, ends
     else:
         assert codes <= allowed, ends

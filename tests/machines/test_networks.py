@@ -98,7 +98,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
     for rank, err in enumerate((first.err, second.err)):
-        assert f"machine {rank} of 2: meeting the others at " in err
+        assert f"machine {rank} of 2: joining the others at " in err
     assert first.out.splitlines()[-1].startswith("verdict: ")
     assert "verdict" not in second.out  # rank 0 tells it
     assert second.out.splitlines()[-2:] == [
