@@ -79,7 +79,10 @@ class Meter:
             clock = time.monotonic()
 
     def update(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Note a batch: its mean loss, a scalar, its outputs [B, outputs] and its targets."""
+        """Note a batch: its mean loss, a scalar, its outputs [B, outputs] and its targets.
+
+        Nothing here may wait for the device.
+        """
         self.losses.append(loss.detach())
         self.scores.append(self.task.score(self.task.predict(outputs.detach()), targets).sum())
         self.images_per_batch = len(targets)

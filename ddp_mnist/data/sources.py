@@ -65,7 +65,10 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of name, size and time of each file of a folder, which change when the data do."""
+        """A hash of name, size and time of each file of a folder, which change when the data do.
+
+        Empty for what is no folder, and does not change.
+        """
         if self.kind != "folder":
             return ""
         with blame(self.typed, DataError):

@@ -116,7 +116,7 @@ def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
     cache.load("digits", str(tmp_path))
     options = Doctor(2, dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path))
     results = checked(machine.check_machine(options))
-    assert len(results) == 11
+    assert len(results) >= 11
     assert [str(result) for result in results if result.status != PASS] == []
     assert "digits is in the cache" in [result.text for result in results]
 

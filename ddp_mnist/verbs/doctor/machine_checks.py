@@ -120,7 +120,7 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
 
 
 def folders(options: Doctor) -> Iterator[CheckResult]:
-    """Check each folder by writing to it, or to the folder in which it would be made."""
+    """Check the space and the permissions of each folder, by writing there or above it."""
     cached = cache.cache_folder(options.cache_dir)
     for name, folder, needed_mb, flag in (
         ("cache", cached, CACHE_MB, "--cache-dir or DDP_MNIST_CACHE"),
