@@ -1,7 +1,7 @@
 """fp16 with a real loss scaler and float16 autocast, on the CPU, in place of the GPU it is for.
 
 The command line refuses fp16 on a CPU, where it gains nothing: float16 convolutions cost 6 ms an
-image. So the runs are of 110 digits. What is not Accelerate's, torch's or this package's own here:
+image. So the runs are of 100 digits. What is not Accelerate's, torch's or this package's own here:
 where the scaler comes from, that the optimizer is not fused, and an infinity in a gradient.
 """
 
@@ -35,7 +35,7 @@ from ddp_mnist.training import checkpoint
 from ddp_mnist.verbs.verify.watch import just_train, resumed, what_stays
 from tests.data_sets import few_digits
 
-TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 80, 30, 40
+TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 80, 20, 20
 BATCH, EPOCHS = 8, 3
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**20, 5  # torch's 2**16 and 2,000 are for longer runs
 OVERFLOWS = (10, 21)  # steps, from 0: before and after the interruption
