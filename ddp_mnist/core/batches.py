@@ -56,7 +56,10 @@ class GlobalBatchSampler(Sampler[Any]):
     drop_last = True  # Accelerate reads this name and `batch_size`
 
     def __init__(self, rows: Rows, recipe: Recipe, seed: int) -> None:
-        """Raise ValueError if the recipe does not match the rows, or its batch cannot be split."""
+        """Raise ValueError if the recipe does not match the rows, or its batch has no equal parts.
+
+        That the ranks divide a micro-batch, Accelerate checks.
+        """
         self.rows, self.seed, self.grad_accum = rows, seed, recipe.grad_accum
         self.steps_per_epoch = recipe.steps_per_epoch
         self.micro_batch_size, rest = divmod(recipe.batch_size, recipe.grad_accum)

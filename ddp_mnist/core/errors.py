@@ -1,4 +1,4 @@
-"""How a run ends before its last step: all ranks raise the same, after the same step.
+"""How a run ends early: all ranks raise the same, after the same step.
 
 What one rank alone raises, such as a full disk, ends the others only as its launcher ends them.
 """

@@ -25,7 +25,7 @@ from .wrappers import Normalised, as_tested
 def fit(
     accelerator: Accelerator,  # from `make_accelerator`
     rows: tuple[Rows, Rows, Rows],  # to train, to validate after each epoch, to test once
-    make_net: Callable[[], Normalised],  # called once all random generators are seeded
+    make_net: Callable[[], Normalised],  # called once, after all random generators are seeded
     task: Task,
     recipe: Recipe,
     seed: int,
@@ -50,17 +50,17 @@ def fit(
     net = make_net().to(device)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    # DDP regroups gradients after its first backward pass: now, so that a resumed run sums alike.
+    # DDP regroups gradients after its first backward pass. Done now, a resumed run sums alike.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader, test_loader = (make_eval_loader(accelerator, r) for r in (val_rows, test_rows))
 
-    # All that training changes: new, or from the checkpoint, which rank 0 sends to all.
+    # All that training changes: new, or from the checkpoint, which `begin` sends to all ranks.
     state = State(net, optimizer, accelerator.scaler, task)
     run.begin(state)
     progress = state.progress
     meter = Meter(accelerator, progress, recipe, task)
 
-    def stop_if_any(requests: Sequence[float]) -> None:  # sums over the ranks: all stop, or none
+    def stop_if_any(requests: Sequence[float]) -> None:  # these are sums: all ranks stop, or none
         if any(requests):
             run.save(state)
             raise StopRequested(progress.step, requests)
@@ -124,8 +124,8 @@ def fit(
         means = state.end_epoch(recipe, validation)  # counts the epoch, and may stop early
         run.log_epoch(state, means, validation)
 
-    # Save, then test once, without the autocast that `prepare` put into the net's forward; with
-    # patience, a copy that has the best weights.
+    # Save, then test once in full precision, without the autocast that `prepare` put into the
+    # net's forward; with patience, a copy that has the best weights.
     run.save(state)
     run.phase("test")
     final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))

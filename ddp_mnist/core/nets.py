@@ -67,7 +67,7 @@ class CNN(nn.Module):
 class CNNDeep(nn.Module):
     """Like CNN with two convolutions before each pooling: 130,378 parameters for ten classes.
 
-    Four times the arithmetic. At test time it sees nine views of an image, see `ShiftedViews`.
+    Four times the arithmetic. It is meant to be tested on nine views of an image: `ShiftedViews`.
     """
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:

@@ -25,11 +25,12 @@ class Recipe:
         return self.epochs * self.steps_per_epoch
 
     def learning_rate(self, step: int) -> float:
-        """Return lr * min(1, (step + 1) / rising, (total_steps - step) / (total_steps - rising)).
+        """Return lr * min(1, (step + 1) / rising, (total_steps - step) / max(1, falling)).
 
-        It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0,
-        which it would reach one step after the last. As a function of the step alone, 0 <= step <
-        total_steps, it has no state to save, and several processes cannot step it twice.
+        It rises over the first `rising` = warmup * total_steps optimizer steps, and over the other
+        `falling` ones falls to 0, which it would reach one step after the last. As a function of
+        the step alone, 0 <= step < total_steps, it has no state to save, and several processes
+        cannot step it twice.
         """
         rising = self.warmup * self.total_steps
         up = (step + 1) / rising if rising > 0 else 1.0

@@ -75,7 +75,7 @@ class Run:
 
     def save(self, state: State) -> None:
         """Keep the state of this step."""
-        # On all ranks: what is sharded would be gathered here.
+        # On all ranks: it may raise Diverged, and would gather what is sharded.
         content = {"settings": self.settings, "state": state.content(self.recipe)}
         if self.accelerator.is_main_process:
             unfinished = self.file.with_name(f"{self.file.name}.tmp")
@@ -83,7 +83,10 @@ class Run:
             os.replace(unfinished, self.file)  # a kill leaves the old file or the new one
 
     def finish(self, state: State, net: Normalised, test: EvalResult) -> Any:
-        """Keep the net's weights next to the checkpoint. Return the metrics, as `fit` then does."""
+        """Keep the net's weights next to the checkpoint. Return the metrics, as `fit` then does.
+
+        They are those of the net that `make_net` wraps; mean and deviation are not among them.
+        """
         if self.accelerator.is_main_process:
             torch.save(net.net.state_dict(), self.file.with_name("model.pt"))
         result = f"test {test.name} {test.score:.4f} on {test.count:,} images"

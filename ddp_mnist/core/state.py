@@ -17,7 +17,7 @@ from .task import Task
 
 Net = TypeVar("Net", bound=nn.Module)
 
-BAD_STEPS_ALLOWED = 3  # of fp16, with losses that are not finite: see `bad_in_a_row`
+BAD_STEPS_ALLOWED = 3  # so many steps' micro-batches, of fp16: see `bad_in_a_row`
 # A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 the gradients
 # themselves are not finite.
 SKIPPED_STEPS_ALLOWED = 24
@@ -30,7 +30,7 @@ class Sums:
     loss: float = 0.0  # as training minimises it: with smoothing and weights, if any
     score: float = 0.0  # of classes: images that are classified correctly
     seen: float = 0.0  # images
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this rank
 
     def means(self) -> dict[str, float | None]:
         """Return loss and score per image, None if no loss was finite, and images per second."""
@@ -49,9 +49,9 @@ class Progress:
     """
 
     epoch: int = 0  # epochs completed
-    step: int = 0  # optimizer steps taken
-    skipped_steps: int = 0  # of these, the ones that fp16's loss scaler skipped
-    skipped_in_a_row: int = 0  # of these, the ones since the last step that was taken
+    step: int = 0  # optimizer steps, also those that fp16's loss scaler skipped
+    skipped_steps: int = 0  # of these, the skipped ones
+    skipped_in_a_row: int = 0  # of these, the ones since the last that was not skipped
     train_seconds: float = 0.0  # in training steps, without validation and saving
     save_seconds: float = 0.0  # in saving checkpoints, as a run measures it
     total_seconds: float = 0.0  # since `State.start_time`
@@ -60,7 +60,7 @@ class Progress:
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the field of the recipe that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    # Batches whose loss was not finite, since the last stretch between two sync points without any
+    # Micro-batches of all ranks without a finite loss, since an interval of sync points had none
     bad_in_a_row: float = 0.0
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
@@ -177,10 +177,15 @@ class State:
         }
 
     def restore(self, content: dict[str, Any], recipe: Recipe) -> None:
-        """Restore the result of `content`, under a recipe that may have changed since.
+        """Restore the result of `content`; whoever calls it decides how far the recipe may differ.
 
-        Raise whatever load_state_dict does if the tensors are not those of this net and optimizer.
+        Raise ValueError for another dtype, to which load_state_dict would convert in silence, and
+        whatever that raises if the tensors are not those of this net and optimizer.
         """
+        for name, weight in self.net.state_dict().items():
+            saved = content["model"].get(name, weight).dtype
+            if saved != weight.dtype:
+                raise ValueError(f"{name} was {saved}, and is {weight.dtype} here")
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
             saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device has it
@@ -192,9 +197,10 @@ class State:
             device = next(self.net.parameters()).device
             self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
         progress = self.progress = Progress.from_dict(content["progress"])
-        if recipe.patience is not None and self.best_weights is None:  # the search begins here
+        had_none = self.best_weights is None and progress.best_score is not None
+        if recipe.patience is not None and had_none:  # patience is new: its search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
         self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)
-        if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
+        if progress.step == progress.epoch * recipe.steps_per_epoch:  # an epoch has ended
             self.decide_to_stop(recipe)

@@ -64,7 +64,7 @@ class Task:
         """Return the targets whose `scaled` the outputs are."""
         return outputs * outputs.new_tensor(self.std) + outputs.new_tensor(self.mean)
 
-    # --- What the rest of the package asks; a task of your own keeps these
+    # --- How a batch and a split are summed up; a task of numbers keeps these
 
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch, a scalar."""

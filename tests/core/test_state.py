@@ -76,6 +76,37 @@ def test_when_a_run_ends_early(
     assert (progress.epoch, progress.stopped_by) == (epoch, flag)
 
 
+def test_patience_counts_on_after_a_resume_also_if_no_score_was_a_number() -> None:
+    """Only where none was asked for before does it begin with the resumed part."""
+    for before, scores, counted in (
+        (2, [math.nan], 1),  # as in an unbroken run: the second such epoch ends it
+        (2, [0.5, 0.4], 1),
+        (None, [0.5, 0.4], 0),
+    ):
+        state, _ = begun(step=15 * len(scores))
+        state.optimizer = torch.optim.SGD(state.net.parameters(), lr=0.1)
+        for score in scores:
+            state.end_epoch(fit_recipe(patience=before, epochs=9), validated(score))
+        recipe = fit_recipe(patience=2, epochs=9)
+        again, _ = begun()
+        again.optimizer = torch.optim.SGD(again.net.parameters(), lr=0.1)
+        again.restore(state.content(recipe), recipe)
+        progress = again.progress
+        assert (progress.epoch - progress.best_epoch, progress.stopped_by) == (counted, None)
+
+
+def test_weights_of_another_dtype_are_refused() -> None:
+    """load_state_dict would convert them."""
+    state, _ = begun()
+    state.optimizer = torch.optim.SGD(state.net.parameters(), lr=0.1)
+    content = state.content(fit_recipe())
+    state.net.double()
+    with pytest.raises(
+        ValueError, match=r"^weight was torch\.float32, and is torch\.float64 here$"
+    ):
+        state.restore(content, fit_recipe())
+
+
 def test_a_recipe_that_asks_for_more_goes_on() -> None:
     state, _ = begun()
     state.progress = Progress(epoch=4, score=0.9, best_score=0.9, best_epoch=2)
