@@ -76,7 +76,7 @@ def augment(images: Tensor, augmentations: Tensor) -> Tensor:
     may reach a fraction of a pixel beyond it. Results are rounded, so a difference in the last bit
     of a float hardly ever shows.
     """
-    pictures = augmentations.shape[1] == 3
+    pictures = augmentations.shape[1] > 2
     # Computed here because the matrix product in F.affine_grid may differ in the last bits with the
     # number of images in the batch.
     height, width = images.shape[2:]

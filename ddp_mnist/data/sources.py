@@ -117,13 +117,13 @@ def find_source(dataset: str) -> Source:
             return Source(printable(path.name), "folder", str(path), typed)
         if dataset and path.exists():
             raise DataError(f"{typed}: is a file; give the folder it lies in")
-    names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
-    near = did_you_mean(Path(dataset).name, names)
+    names = [*HUB_IDS, *BUILT_IN]
+    near = did_you_mean(Path(dataset).name, [*names, *(e.name for e in path.parent.glob("*/"))])
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise DataError(f"{typed}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, typed)
-    fix = "choose from mnist, fashion_mnist, digits, patches, a Hub id (owner/name) or a folder"
+    fix = f"choose from {', '.join(names)}, a Hub id (owner/name) or a folder"
     raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
 
 

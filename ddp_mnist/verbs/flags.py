@@ -70,7 +70,7 @@ class Export(Flags):
 
     run: str = argument("RUN", RUN)
     format: tuple[str, ...] = flag(
-        ("safetensors",), "safetensors, onnx, or both.", choices=tuple(EXPORTS), metavar="A,B"
+        ("safetensors",), f"Of {', '.join(EXPORTS)}.", choices=tuple(EXPORTS), metavar="A,B"
     )
     out: str | None = flag(None, "Folder to write to [RUN/export].", metavar="FOLDER")
     license: str = flag("unknown", "License of the weights, e.g. apache-2.0.", metavar="ID")
