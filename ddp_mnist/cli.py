@@ -346,7 +346,11 @@ def multinode(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     arguments = argv[end + 1 :]
     own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
-    flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
+    try:
+        flags = Multinode.from_flags(parse("multinode", own, Multinode, Multinode))
+    except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
+        name, _, problem = str(error).removeprefix("--").partition(" ")
+        raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":
         distribution = train_config(arguments).distribution
     else:

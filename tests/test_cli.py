@@ -105,7 +105,7 @@ REFUSED = {
     "''": f": choose from {VERBS}",
     "--local-rank x train": f"--local-rank: choose from {VERBS}",
     # how the processes are joined; what else an environment may contradict is in test_launch.py
-    "train --rank 0": "RANK=0: WORLD_SIZE is not set",
+    "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT too",
     "RANK=0 train --dataset digits": "RANK=0: WORLD_SIZE is not set",
     # the other verbs
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",
@@ -117,9 +117,9 @@ REFUSED = {
     "predict r x.png --show no/x.png": "--show no/x.png: ",
     "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter,",
     # what the Makefile calls
-    "multinode --verb bench": "--verb bench: choose from train, doctor",
-    "multinode --machine-rank 0": "MACHINE_RANK=0, MAIN_PROCESS_IP=None: one is missing; give both",
-    "multinode --main-process-ip a": "MACHINE_RANK=None, MAIN_PROCESS_IP=a: one is missing; give",
+    "multinode --verb bench": "VERB=bench: choose from train, doctor",
+    "multinode --machine-rank 0": "MACHINE_RANK=0: MAIN_PROCESS_IP is missing; give it too, or",
+    "multinode --main-process-ip a": "MAIN_PROCESS_IP=a: MACHINE_RANK is missing; give it too",
     "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
 }
 

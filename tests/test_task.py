@@ -178,10 +178,10 @@ def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
 
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_table(spots, [["0.png", 1]], "file_name x")
-    there = "no metadata.csv with the columns file_name, x, y; metadata.csv lacks y, "
+    there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, "
     with pytest.raises(DataError, match=f"{there}and was not used; add what is missing$"):
         read(spots)
-    without_a_task = "which folder is the class of 0.png.*; metadata.csv lacks label, "
+    without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
     with pytest.raises(DataError, match=f"{without_a_task}.*, give --task MODULE:CLASS$"):
         cache.load(str(spots))
     (tmp_path / "parquet").mkdir()

@@ -101,8 +101,8 @@ def images_per_s(kind: str, dataset: str, size: int) -> float:
     flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
         images = cache.load(dataset)
-        rows, kind = len(images.rows["train"]), images.image_format.kind
-        resolved, full = resolve_recipe(Recipe(), rows, size, kind=kind)
+        rows, shown = len(images.rows["train"]), images.image_format.kind
+        resolved, full = resolve_recipe(Recipe(), rows, size, kind=shown)
         steps = min(STEPS, rows // full.batch_size)
         recipe = replace(full, epochs=1, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)

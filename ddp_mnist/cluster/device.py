@@ -62,8 +62,8 @@ def choose_device(
     if precision not in ("no", "fp16", "bf16", "fp64"):
         raise UsageError(f"--mixed_precision {precision}: choose from no, fp16, bf16")
     if on_cpu and precision == "fp16":  # Accelerate would train in fp32 and report fp16
-        asked = "--mixed-precision" if flags.mixed_precision else "accelerate launch: its config's"
-        raise UsageError(f"{asked} fp16: needs a GPU; use --mixed-precision bf16, no or auto")
+        asked = "--mixed-precision " if flags.mixed_precision else "ACCELERATE_MIXED_PRECISION="
+        raise UsageError(f"{asked}fp16: needs a GPU; use --mixed-precision bf16, no or auto")
     # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
     # skips once, would return in every step.
     if precision == "fp16" and flags.comm_hook == "powersgd":

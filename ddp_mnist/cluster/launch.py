@@ -167,6 +167,9 @@ def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
 
 def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -> Launch:
     """Read the variables of the launcher that set them; without one, this process is alone."""
+    for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
+        if value is not None and "MASTER_ADDR" not in env:
+            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT too")
     by_accelerate = PRECISION in env
     if flags.init_method or "WORLD_SIZE" in env or "RANK" in env:
         by_agent = "TORCHELASTIC_RUN_ID" in env

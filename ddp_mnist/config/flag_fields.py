@@ -17,9 +17,11 @@ from typing import Any, Literal, Self
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.text import did_you_mean, printable
 
-# A resumed run keeps a flag's value, and refuses a different one, or applies it from then on and
-# reports it; or the value applies only to the call that gave it.
-OnResume = Literal["must equal", "may change", "not kept"]
+OnResume = Literal[
+    "must equal",  # kept; a different value is refused
+    "may change",  # kept; a different value applies from then on, and is reported
+    "not kept",  # applies only to this call
+]
 BOUNDS = {
     "least": ("at least", operator.ge),
     "above": ("above", operator.gt),

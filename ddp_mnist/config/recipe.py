@@ -154,7 +154,7 @@ def resolve_recipe(
     kind: str = "strokes",
     resumes: bool = False,
 ) -> tuple[Recipe, core.Recipe]:
-    """Return the flags with every open value chosen for this data and world size, and for `fit`.
+    """Return the flags, each open value chosen for this data and world size, and core's Recipe.
 
     `rows` is the size of the train split, including the `val_rows` held out for validation (by
     default as many as asked for). `kind` is `ImageFormat.kind`. With `resumes`, the batch size is

@@ -14,10 +14,10 @@ package, so a copy is a trainer of your own:
     cp -r ddp_mnist/core my_trainer
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m my_trainer
 
-Four functions in __main__.py are yours: `make_rows` (your images and targets; `read` is its help),
-`make_net`, `make_task` (what is learned, and its score; derive one from `Task`) and `make_recipe`.
-The rest stays. MNIST needs less than there is: it has no validation, no augmentation, one of the
-nets. Read it in this order:
+Four functions in __main__.py are yours: `make_rows` (your images and targets; `read` is its
+helper), `make_net`, `make_task` (what is learned, and its score; derive one from `Task`) and
+`make_recipe`. The rest stays. MNIST needs less than there is: it has no validation, no
+augmentation, one of the nets. Read it in this order:
 
     __main__     MNIST: what is trained, and how the program ends
     fit          the loop: a step in micro-batches, sync points, validation, test

@@ -1,6 +1,6 @@
 """Augmentation: random changes of a batch of images, the same for a sample on every rank.
 
-One table of random numbers per epoch is drawn from (seed, epoch) and indexed by an image's row, so
+One table of random numbers per epoch is drawn from (seed, epoch), with a row for each index, so
 neither the world size nor a resume changes what happens to an image. The last epochs change images
 less, so that training ends on images close to those that the net is tested on. The changes depend
 on the kind of images that the recipe names: `strokes`, bright on black, are rotated, scaled and

@@ -58,7 +58,7 @@ class GlobalBatchSampler(Sampler[Any]):
     def __init__(self, rows: Rows, recipe: Recipe, seed: int) -> None:
         """Raise ValueError if the recipe does not match the rows, or its batch has no equal parts.
 
-        That the ranks divide a micro-batch, Accelerate checks.
+        Accelerate checks that a micro-batch divides among the ranks.
         """
         self.rows, self.seed, self.grad_accum = rows, seed, recipe.grad_accum
         self.steps_per_epoch = recipe.steps_per_epoch

@@ -50,7 +50,7 @@ def fit(
     net = make_net().to(device)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    # DDP regroups gradients after its first backward pass. Done now, a resumed run sums alike.
+    # DDP regroups gradients after its first backward pass: so it does one now, resumed or not.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader, test_loader = (make_eval_loader(accelerator, r) for r in (val_rows, test_rows))
 

@@ -70,7 +70,7 @@ class Meter:
     def steps_of(self, loader: Any) -> Iterator[list[Any]]:
         """Yield the micro-batches of each step, and count the seconds of waiting for them.
 
-        Those of a step are held at once, as the bytes of its images.
+        A step's micro-batches are in memory together, as uint8.
         """
         batches, clock = iter(loader), time.monotonic()
         while micro_batches := [*islice(batches, self.recipe.grad_accum)]:

@@ -17,7 +17,7 @@ from .task import Task
 
 Net = TypeVar("Net", bound=nn.Module)
 
-BAD_STEPS_ALLOWED = 3  # so many steps' micro-batches, of fp16: see `bad_in_a_row`
+BAD_STEPS_ALLOWED = 3  # of fp16, with losses that are not finite: see `bad_in_a_row`
 # A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 the gradients
 # themselves are not finite.
 SKIPPED_STEPS_ALLOWED = 24
@@ -60,7 +60,7 @@ class Progress:
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the field of the recipe that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    # Micro-batches of all ranks without a finite loss, since an interval of sync points had none
+    # Micro-batches of all ranks without a finite loss, since the last sync interval without any
     bad_in_a_row: float = 0.0
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
@@ -174,10 +174,11 @@ class State:
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "progress": asdict(progress),
             "best_weights": self.best_weights,
+            "patience": recipe.patience,
         }
 
     def restore(self, content: dict[str, Any], recipe: Recipe) -> None:
-        """Restore the result of `content`; whoever calls it decides how far the recipe may differ.
+        """Restore what `State.content` returned. The caller decides how far the recipe may differ.
 
         Raise ValueError for another dtype, to which load_state_dict would convert in silence, and
         whatever that raises if the tensors are not those of this net and optimizer.
@@ -197,8 +198,8 @@ class State:
             device = next(self.net.parameters()).device
             self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
         progress = self.progress = Progress.from_dict(content["progress"])
-        had_none = self.best_weights is None and progress.best_score is not None
-        if recipe.patience is not None and had_none:  # patience is new: its search begins here
+        before = content.get("patience", self.best_weights)  # older checkpoints lack it
+        if recipe.patience is not None and before is None:  # it is new: the search begins here
             progress.best_score, progress.best_epoch = None, progress.epoch
         self.start_time -= progress.total_seconds
         progress.resumed_from.append(progress.step)

@@ -1,6 +1,6 @@
 """What is learned from the images: their class, or the numbers of a task of your own.
 
-Whoever asks what an output means asks the task. The mean over a batch is taken in `training_loss`:
+What the outputs mean, the task alone knows. The mean over a batch is taken in `training_loss`:
 all ranks have equally many images, so the mean of their gradients is the gradient of the global
 batch. A loss is of one image, so that an evaluation can drop the rows that pad its last batch.
 """
@@ -113,8 +113,7 @@ class Classification(Task):
                 outputs, targets, reduction=how, label_smoothing=self.smoothing
             )
         if self.weights is not None:
-            self.weights = self.weights.to(losses.device)  # a copy in the first step alone
-            losses = losses * self.weights[targets]
+            losses = losses * self.weights.to(losses.device)[targets]
         return losses.mean()
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read

@@ -17,7 +17,7 @@ from ddp_mnist.system.text import reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
-TRANSPARENT = "an alpha channel, laid on white, or on black if all that is visible is white"
+TRANSPARENT = "an alpha channel and were laid on white, or on black if only white is visible"
 TURN = PIL.Image.Transpose
 # The transposition that makes an image upright, by its EXIF orientation: that of Pillow's own
 # exif_transpose, which also writes the EXIF data anew, and so raises for some that are damaged.

@@ -17,7 +17,7 @@ import PIL.Image
 from psutil import virtual_memory
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, stored_pixels
+from ddp_mnist.data.decode import SIXTEEN_BITS, TRANSPARENT, decode_image, facts_of, stored_pixels
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
@@ -74,7 +74,8 @@ def decode_all(
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not converted
+    changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
+    is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not changed
     about = {
         "classes": listing.classes,
         "image_format": {

@@ -219,7 +219,7 @@ def read_metadata(
             there = {name for row in rows for name in row}
             wanted = columns or tuple(name for name in LABELS if name in there)[:1] or ("label",)
             if missing := [name for name in ("file_name", *wanted) if name not in there]:
-                notes.append(f"{file} lacks {' and '.join(missing)}, and was not used")
+                notes.append(f"{file} has no column {' and '.join(missing)}, and was not used")
                 continue
             for row in rows:
                 image = Path(os.path.normpath(file.parent / row["file_name"]))

@@ -25,7 +25,7 @@ OFFLINE_FIX = (
     " network and copy the cache folder, give a folder (--dataset PATH), or train on the built-in"
     " digits (--dataset digits)"
 )
-FOLDER_FIX = "give images in train/CLASS/ and test/CLASS/, or whole parquet files of one config"
+FOLDER_FIX = "give images in train/CLASS/ and test/CLASS/, or whole parquet files of one kind"
 NAMES = {"image": ("image", "images", "img", "pixels", "pixel_values"), "label": LABELS}
 
 
@@ -65,19 +65,19 @@ def why_out_of_reach(hub_id: str) -> str | None:
 def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set that the library saved in a folder, or finds there as tables."""
     import datasets
-    import pyarrow
 
     with quiet_library(offline=True), blame(typed, DataError, FOLDER_FIX):
         if is_saved(folder):
             return list_table(datasets.load_from_disk(folder), typed, options, folder)
         if pattern := re.search(r"[][*?]", folder):
             raise DataError(f"{typed}: has {pattern[0]} in its path, a pattern here; rename it")
+        if len(names := datasets.get_dataset_config_names(folder)) > 1:
+            fix = "save the one that you want by save_to_disk of `datasets`, and give that folder"
+            raise DataError(f"{typed}: has several configurations: {joined(names, 80)}; {fix}")
         # The library's Arrow copy is only needed until the images are decoded. It is mapped, not
         # read: a file that was removed exists as long as it is mapped.
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
-            # A card may count rows that are gone; the rows that are there are counted here.
-            table = datasets.load_dataset(folder, cache_dir=place, verification_mode="no_checks")
-            pyarrow.default_memory_pool().release_unused()  # which has held all of a parquet file
+            table = read_tables(folder, place)
     return list_table(table, typed, options, folder)
 
 
@@ -91,6 +91,23 @@ def has_images(file: Path) -> bool:
 def is_saved(folder: str) -> bool:
     """Return whether `save_to_disk` wrote the folder."""
     return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def read_tables(folder: str, scratch: str) -> Any:
+    """Return the tables that `load_dataset` finds in a folder, in as little memory as they need."""
+    import datasets
+    import pyarrow as pa
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    builder = datasets.load_dataset_builder(folder, cache_dir=scratch)
+    if hasattr(builder.config, "fragment_scan_options"):  # of parquet
+        # otherwise pyarrow keeps in memory all that it has read of a file
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+        builder.config.batch_size = 100
+    # A card may count rows that are gone; the rows that are there are counted here.
+    builder.download_and_prepare(verification_mode="no_checks")
+    pa.default_memory_pool().release_unused()
+    return builder.as_dataset()
 
 
 def list_table(

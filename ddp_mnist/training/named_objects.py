@@ -20,7 +20,7 @@ from ddp_mnist.training.folder import trained_on
 
 @dataclass(frozen=True)
 class NamedObjects:
-    """What they name; nothing by default."""
+    """What the flags name; nothing by default."""
 
     task: type[Task] | None = None  # of --task
     loss: Loss | None = None  # of --loss

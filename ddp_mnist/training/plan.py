@@ -104,6 +104,7 @@ def class_lines(images: ImageData, class_weights: str = "none") -> dict[str, str
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
     named = ", ".join(first_of(few, 3))
     hint = f"few train images of {named}: below {FEW} a class is hard to learn; add some"
+    hint += " or hold out fewer"
     if class_weights == "none" and WEIGHABLE <= least <= most / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})

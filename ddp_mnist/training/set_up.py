@@ -181,12 +181,12 @@ def open_folder(
     """
     flags, images = run.config.run, run.images
     run_id = earlier.saved["run_id"] if earlier else uuid.uuid4().hex
-    checkpoint = b"" if earlier else None
+    raw = b"" if earlier else None
 
     def open_it() -> str:
-        nonlocal checkpoint
+        nonlocal raw
         if earlier:
-            checkpoint, lines = resume.load_latest(run, folder, earlier)
+            raw, lines = resume.load_latest(run, folder, earlier)
             folder.begin()
             for line in lines:
                 console.print(line)
@@ -199,7 +199,7 @@ def open_folder(
     seen = [images.keys[images.rows["train"]], run.found.seen, trained_on(where)]
     np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
     folder.write_bytes(TRAINED_ON, keys.getvalue())
-    return OpenedFolder(run_id, where, checkpoint)
+    return OpenedFolder(run_id, where, raw)
 
 
 # --- What is said of Ctrl-C as it is pressed; what it does then, `fit` and the folder decide

@@ -93,6 +93,8 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     recipe, image_format, world = run.config.recipe, run.images.image_format, run.world
     make = partial(build_net, run.model, run.task, image_format)
     sync_bn = run.config.distribution.sync_bn
+    if sync_bn and world.accelerator.device.type == "cpu":
+        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     sharers = 1 if sync_bn else world.store.world_size
     at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
     trial.check(net := make(), run.model, run.task.outputs, image_format.shape, at_once)

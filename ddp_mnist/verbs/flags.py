@@ -119,7 +119,7 @@ class Verify(Flags):
       ddp-mnist verify --inject gradients
     """
 
-    processes: int = flag(3, "Compare 2, 3 ... N processes with one, if they divide 24.", least=2)
+    processes: int = flag(3, "Compare 2 ... N processes with one.", least=2, most=10**4)
     gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
     loss: str | None = flag(None, "Your own loss, as for train [cross-entropy].")

@@ -79,13 +79,15 @@ def make_node(flags: Multinode) -> Node:
     """Return this machine, with one process per GPU, or one."""
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
-        typed = f"MACHINE_RANK={rank}, MAIN_PROCESS_IP={address}"
-        raise UsageError(f"{typed}: one is missing; give both, or neither for this machine alone")
+        typed = f"MAIN_PROCESS_IP={address}" if rank is None else f"MACHINE_RANK={rank}"
+        missing = "MACHINE_RANK" if rank is None else "MAIN_PROCESS_IP"
+        raise UsageError(f"{typed}: {missing} is missing; give it too, or neither for a rehearsal")
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
     config = config_file("multi_node" if gpus else "multi_node_cpu")
-    return Node(config, size, size * (flags.nproc_per_node or gpus or 1), rank, address, port)
+    processes = size * (flags.nproc_per_node or gpus or 1)
+    return Node(config, size, processes, rank, main_process_ip=address, main_process_port=port)
 
 
 def join_machines(node: Node, timeout_s: float) -> None:

@@ -109,7 +109,7 @@ def read_run(path: Path) -> ReportedRun:
 def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return, in words, how the images have changed since the run; None if they have not.
+    Return, in words, that the images have changed since the run; None if they have not.
     """
     saved = run.config["run"]
     dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
@@ -225,7 +225,7 @@ def interval(accuracy: float, images: int) -> tuple[float, float]:
     """Return the bounds between which an accuracy of so many images lies, at 95 %.
 
     Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
-    holds too, where share +- 2 standard errors does not.
+    holds too, where accuracy +- 2 standard errors does not.
     """
     from scipy.stats import binomtest  # slow
 

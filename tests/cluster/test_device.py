@@ -66,7 +66,7 @@ def test_fault_25_fp16_on_a_cpu(monkeypatch: Patch) -> None:
     with pytest.raises(UsageError, match=rf"^--mixed-precision {use}"):
         choose_device(Distribution(mixed_precision="fp16"), PAIR)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(UsageError, match=rf"^accelerate launch: its config's {use}"):
+    with pytest.raises(UsageError, match=rf"^ACCELERATE_MIXED_PRECISION={use}"):
         choose_device(Distribution(), PAIR)
     # the flag --cpu overrides the YAML
     assert choose_device(Distribution(cpu=True), PAIR).precision != "fp16"

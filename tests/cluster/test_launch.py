@@ -163,7 +163,7 @@ NO_ADDRESSES = """
     ("flags", "env", "message"),
     [
         *(({}, env, message) for env, message in REFUSED),
-        ({"world_size": 2}, {}, "WORLD_SIZE=2: RANK is not set; set WORLD_SIZE, RANK, MASTER_A"),
+        ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
         (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
         (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
         ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),

@@ -82,6 +82,7 @@ def test_patience_counts_on_after_a_resume_also_if_no_score_was_a_number() -> No
         (2, [math.nan], 1),  # as in an unbroken run: the second such epoch ends it
         (2, [0.5, 0.4], 1),
         (None, [0.5, 0.4], 0),
+        (None, [math.nan], 0),
     ):
         state, _ = begun(step=15 * len(scores))
         state.optimizer = torch.optim.SGD(state.net.parameters(), lr=0.1)
@@ -90,7 +91,7 @@ def test_patience_counts_on_after_a_resume_also_if_no_score_was_a_number() -> No
         recipe = fit_recipe(patience=2, epochs=9)
         again, _ = begun()
         again.optimizer = torch.optim.SGD(again.net.parameters(), lr=0.1)
-        again.restore(state.content(recipe), recipe)
+        again.restore(state.content(fit_recipe(patience=before, epochs=9)), recipe)
         progress = again.progress
         assert (progress.epoch - progress.best_epoch, progress.stopped_by) == (counted, None)
 

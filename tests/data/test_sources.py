@@ -192,7 +192,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert (found := read(tmp_path)).classes == ["ant", "bee", "cat", "dog"]
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
-        "metadata.csv lacks file_name and label, and was not used",
+        "metadata.csv has no column file_name and label, and was not used",
         "2 of 20 images were left out, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]

@@ -45,10 +45,13 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     found = plan.class_lines(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
-        "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
+        "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some"
+        " or hold out fewer",
     }
     rare = of_classes(ladybird=129, moth=60, bee=12)
-    hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
+    hint = (
+        "few train images of bee 11: below 20 a class is hard to learn; add some or hold out fewer"
+    )
     more = ", or let rare classes count more by --class-weights balanced"
     assert plan.class_lines(rare)["hint"] == hint + more
     assert plan.class_lines(rare, "balanced")["hint"] == hint
@@ -56,5 +59,5 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
         "hint": "few train images of c000 1, c001 2, c002 3, ...: below 20 a class is hard"
-        " to learn; add some",
+        " to learn; add some or hold out fewer",
     }

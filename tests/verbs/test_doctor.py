@@ -77,7 +77,7 @@ BROKEN = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
 
 # What is patched (names without a dot are environment variables), the check, and its result
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
-    (OLD, machine.software, "FAIL .* needs torch>=.*, which is 2.13 -> .*make venv"),
+    (OLD, machine.software, "FAIL .* needs torch>=.*, found 2.13 -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES "),
     (ONE_OF_8, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),

@@ -58,7 +58,7 @@ def saved(kind: str, mode: str = "RGB", **how: Any) -> Callable[[], PIL.Image.Im
 
 WHITE, ON_WHITE = (255, 255, 255), (228, 133, 133)
 TURNED, FRAMES = "an orientation in EXIF and became upright", "several frames, of which the first"
-CLEAR, CMYK = "an alpha channel, laid on white", "CMYK colours, which became RGB"
+CLEAR, CMYK = "an alpha channel and were laid on white", "CMYK colours, which became RGB"
 SIXTEEN = "16 bits, of which the upper 8 count"
 DAMAGED_EXIF = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"
 TAKEN = {

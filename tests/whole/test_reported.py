@@ -128,7 +128,7 @@ TAKEN = {
     "images as bytes": Taken(table(as_bytes=True), *HALVES),
 }
 REFUSED = {
-    "several configurations": (table(SMALL_AND_LARGE + "---\n"), "Config name is missing; give"),
+    "several configurations": (table(SMALL_AND_LARGE + "---\n"), "several configurations: "),
     "a space behind a name": (
         lambda root: tree(root, ("cat", "dog"), ("cat ", "dog")),
         "class 'cat ' has images in test",

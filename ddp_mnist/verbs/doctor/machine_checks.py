@@ -59,7 +59,7 @@ def unmet(package: str) -> Iterator[str]:
             continue
         found = version_of(needed.name)
         if found == "missing" or not needed.specifier.contains(found, prereleases=True):
-            yield f"{package} needs {needed.name}{needed.specifier}, which is {found}"
+            yield f"{package} needs {needed.name}{needed.specifier}, found {found}"
 
 
 def processors(_: Doctor) -> Iterator[CheckResult]:

@@ -124,7 +124,7 @@ def digest_of_image(image: Tensor) -> str:
 
 def per_step(ranks: list[RankRecord]) -> list[list[str]]:
     """Return the digests of each step's images over all ranks, sorted."""
-    steps = zip(*(record.images for record in ranks), strict=True)
+    steps = itertools.zip_longest(*(record.images for record in ranks), fillvalue=[])
     return [sorted(itertools.chain(*step)) for step in steps]
 
 
