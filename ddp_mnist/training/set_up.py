@@ -117,8 +117,7 @@ def load_images(
     flags, columns = config.run, found.task.columns if found.task else ()
     options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
     name, notes = store.broadcast_from_rank0(
-        "dataset",
-        lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print),
+        "dataset", lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     )
     images = cache.load(name, flags.cache_dir, options, log=console.print)
     if "test_size" in config.typed and not images.test_share:

@@ -1,0 +1,25 @@
+"""tools/bench.py compares `fit` with a plain loop, not with itself."""
+
+import importlib.util
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from tests.commands import REPOSITORY
+
+
+def test_each_kind_of_loop_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.spec_from_file_location("bench", REPOSITORY / "tools" / "bench.py")
+    assert found and found.loader
+    bench = importlib.util.module_from_spec(found)
+    found.loader.exec_module(bench)
+    plain = Mock(return_value=2.0)
+    ours = Mock(return_value={"train_seconds": 4.0})
+    monkeypatch.setattr(bench, "train_plain", plain)
+    monkeypatch.setattr(bench, "fit_recorded", ours)
+    images = 19 * 72  # the digits that fill a batch
+    assert bench.images_per_s("plain", "digits", 1) == images / 2
+    assert bench.images_per_s("fit", "digits", 1) == images / 4
+    assert (plain.call_count, ours.call_count) == (1, 1)
