@@ -4,6 +4,7 @@ Heavy imports are inside the functions, so that `--help` and a wrong flag answer
 """
 
 import argparse
+import atexit
 import contextlib
 import gc
 import importlib
@@ -214,6 +215,7 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # without `program`, Triton would complain of leaks
         gc.enable()
 
 

@@ -4,12 +4,14 @@ Every rank takes part in each check, and sends rank 0 its findings, over the sto
 and `check_group` tells all ranks its results: what a check returns on other ranks is not used.
 """
 
+import math
 import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from ddp_mnist.verbs.flags import Doctor
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 TRIES, TRIES_S = 15, 2.0  # of ten matrix products: at most this many tries, for about this long
-SLOW = 1.5  # times the median rank's seconds
+SLOW, ROUNDS = 1.5, 3  # times the median rank's seconds, in each of so many rounds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 SAME = "make versions, variables, code and data the same everywhere"
@@ -207,12 +209,22 @@ def speeds(group: Group) -> list[CheckResult]:
 
 
 def slowest(group: Group) -> list[CheckResult]:
-    """Check that every rank computes about as fast: DDP is as fast as the slowest."""
-    group.world.accelerator.wait_for_everyone()
-    if not (times := group.gather(compute_s(group))):
+    """Check that every rank computes about as fast: DDP is as fast as the slowest.
+
+    Another program slows a rank down for a while; whatever is slow by itself is so in each round.
+    """
+    mine, slow = math.inf, list[int]()
+    for _ in range(ROUNDS):
+        group.world.accelerator.wait_for_everyone()
+        mine = min(mine, compute_s(group))
+        times = group.gather(mine)
+        least = SLOW * statistics.median_low(times or [0])
+        found = [rank for rank, seconds in enumerate(times) if seconds > least]
+        if not (slow := group.store.broadcast_from_rank0("slow ranks", partial(list, found))):
+            break
+    if not times:
         return []
     middle, most = statistics.median_low(times), max(times)
-    slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
     who = group.store.who(slow or [times.index(most)])
     text = f"{who}: {most / middle:.2f} times the median rank's time"
     fix = "look for throttling, other programs, fewer cores or an older card there"
