@@ -61,7 +61,8 @@ ddp-mnist VERB --help shows the flags of a verb, and an example.
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
-MODULES = {"doctor": "doctor.verb", "verify": "verify.proofs"}  # in ddp_mnist.verbs; else the verb
+# Of verbs whose `run` is not in ddp_mnist.verbs.VERB, where it is in ddp_mnist.verbs
+MODULES = {"doctor": "doctor.verb", "verify": "verify.proofs"}
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
 # doctor, which computes in the precision that training uses.
 SHARED: dict[str, Any] = {"evaluate": {}, "doctor": {"dist_timeout": 60.0, "mixed_precision": None}}

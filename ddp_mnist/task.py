@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ddp_mnist.config import own_code
 from ddp_mnist.config.image_options import ImageOptions
@@ -30,6 +31,7 @@ def make_task(
     recipe: Recipe,
     classes: list[str],
     train: Rows,
+    device: torch.device,
     own_task: type[Task] | None = None,
     loss: Loss | None = None,
     scores: Mapping[str, Score] | None = None,
@@ -45,7 +47,7 @@ def make_task(
         scales = [each or 1.0 for each in targets.double().std(0, correction=0).tolist()]
         with blame(f"{TASK} {recipe.task}", UsageError):
             return own_task(targets.double().mean(0).tolist(), scales)
-    weights = balanced(targets) if recipe.class_weights == "balanced" else None
+    weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
     return Classification(classes, loss, scores or {}, recipe.label_smoothing, weights)
 
 

@@ -181,8 +181,8 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             ) from error
         if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
-        two = 0, store.rank or 1
-        addresses = (f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in two)
+        ends = (0, store.rank or 1)
+        addresses = (f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in ends)
         raise PeerError(
             f"{store.world_size} processes joined, but rank {store.rank} could not connect to all"
             f" others within {timeout_s:g} s ({', '.join(addresses)}); open all TCP ports between"

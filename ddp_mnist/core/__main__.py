@@ -66,8 +66,9 @@ def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
     return Normalised(net, mean, std)
 
 
-def make_task(rows: Rows) -> Task:
-    """Return the task. For rare classes, add `weights=balanced(rows.targets)`."""
+def make_task(rows: Rows, device: torch.device) -> Task:
+    """Return the task. For rare classes, add `weights=balanced(rows.targets).to(device)`."""
+    del device
     classes = [str(label) for label in range(int(rows.targets.max()) + 1)]
     return Classification(classes, smoothing=0.1)
 
@@ -95,7 +96,8 @@ def main() -> None:
         raise SystemExit(f"WORLD_SIZE={started}: Accelerate joined none, so each would train alone")
     with accelerator.local_main_process_first():  # one fetches and converts it; each decodes it
         rows = make_rows(arguments.dataset)
-    task, recipe = make_task(rows[0]), make_recipe(rows[0], arguments)
+    task = make_task(rows[0], accelerator.device)
+    recipe = make_recipe(rows[0], arguments)
     make_our_net = partial(make_net, rows[0], task, arguments.float64)
     run = Run(accelerator, recipe, arguments.seed, arguments.checkpoint, arguments.resume)
 

@@ -83,9 +83,9 @@ class Task:
 class Classification(Task):
     """Which of the classes an image shows: int64 labels [B] are learned from logits [B, classes].
 
-    With `weights`, float32 [classes], training minimises the mean of the weighted losses. PyTorch's
-    own `weight` would divide by the sum of the batch's weights, which differs from rank to rank: N
-    processes would not train as one.
+    With `weights`, float32 [classes] on the targets' device, training minimises the mean of the
+    weighted losses. PyTorch's own `weight` would divide by the sum of the batch's weights, which
+    differs from rank to rank: N processes would not train as one.
     """
 
     classes: list[str]
@@ -112,9 +112,7 @@ class Classification(Task):
             losses = F.cross_entropy(
                 outputs, targets, reduction=how, label_smoothing=self.smoothing
             )
-        if self.weights is not None:
-            losses = losses * self.weights.to(losses.device)[targets]
-        return losses.mean()
+        return (losses if self.weights is None else losses * self.weights[targets]).mean()
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the class with the highest logit, int64 [B]."""

@@ -108,7 +108,8 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
         odd.update(what)
         colourful += not grey
     sizes = sizes or Counter([(1, 1)])  # none can be read
-    size, total = options.size or usual_size(sizes), sizes.total()
+    size = options.size or usual_size(sizes)
+    total = sizes.total()
     colour = (colourful or options.for_evaluation) and not options.grey
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:

@@ -49,9 +49,9 @@ def make_run(
 
     `config` and `recipe` are resolved; `found` is what the flags name, nothing by default.
     """
-    found = found or NamedObjects()
+    found, device = found or NamedObjects(), world.accelerator.device
     own = found.task, found.loss, found.scores
-    task = make_task(config.recipe, images.classes, subset(images, "train"), *own)
+    task = make_task(config.recipe, images.classes, subset(images, "train"), device, *own)
     return TrainingRun(config, world, images, found, task, recipe)
 
 

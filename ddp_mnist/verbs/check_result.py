@@ -69,6 +69,10 @@ def failure_summary(what: str, results: Sequence[CheckResult]) -> str | None:
 
 def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:
     """Return a JSON report: `head`, the date, the results under `key`, machine and versions."""
-    found = {"date": date.today().isoformat(), key: [result._asdict() for result in results]}
-    machine = {"host": platform.node(), **hardware.describe(), "gpus": hardware.gpus()}
-    return {**head, **found, "machine": machine, "versions": package_versions()}
+    return {
+        **head,
+        "date": date.today().isoformat(),
+        key: [result._asdict() for result in results],
+        "machine": {"host": platform.node(), **hardware.describe(), "gpus": hardware.gpus()},
+        "versions": package_versions(),
+    }

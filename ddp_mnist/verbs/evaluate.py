@@ -64,7 +64,7 @@ def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] 
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        images = _parted(images, flags.split, config)
+        images = _parted(images, flags.split, config["val_size"], config["left_out"])
         rows = subset(images, flags.split)
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
@@ -161,9 +161,10 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
     return replace(images, classes=classes, targets=label_in_run[images.targets])
 
 
-def _parted(images: ImageData, split: str, config: dict[str, Any]) -> ImageData:
+def _parted(
+    images: ImageData, split: str, val_size: int, seen_by_weights: Sequence[int]
+) -> ImageData:
     """Return the data set in the run's parts; it held out `val_size` of the train images."""
-    val_size, seen_by_weights = config["val_size"], config["left_out"]
     there, why = len(images.rows["train"]), "the run's --weights were trained on some"
     if split == "test":
         return images.without(seen_by_weights, why)

@@ -198,6 +198,12 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
     file = Path(flags.run) / folder.SUMMARY
     with blame(str(file), CheckpointError):
         summary = files.read_json(file)
-    facts = {"s": summary, "about": metadata(trained), "trained": trained, "flags": flags}
-    wrong = wrong_on_purpose(summary["inject"])
-    return render("model_card.md", **facts, wrong=wrong, version=__version__)
+    return render(
+        "model_card.md",
+        s=summary,
+        about=metadata(trained),
+        trained=trained,
+        flags=flags,
+        wrong=wrong_on_purpose(summary["inject"]),
+        version=__version__,
+    )

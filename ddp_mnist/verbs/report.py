@@ -96,11 +96,16 @@ def read_run(path: Path) -> ReportedRun:
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
-        config, file = files.read_json(path / folder.CONFIG), path / folder.SUMMARY
-        summary, log = files.read_json(file) if file.exists() else {}, path / folder.METRICS
-        lines = log.read_text(encoding="utf-8").split("\n") if log.exists() else []
-        metrics = [{**json.loads(line)} for line in lines[:-1]]  # the last line may be incomplete
-        run = ReportedRun(path, printable(path.resolve().name), config, metrics, summary, status)
+        metrics, summary = path / folder.METRICS, path / folder.SUMMARY
+        lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
+        run = ReportedRun(
+            path,
+            printable(path.resolve().name),
+            files.read_json(path / folder.CONFIG),
+            [{**json.loads(line)} for line in lines[:-1]],  # the last line may be incomplete
+            files.read_json(summary) if summary.exists() else {},
+            status,
+        )
         render_page(run, {})  # fails if a field is missing
         return run
 

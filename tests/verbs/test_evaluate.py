@@ -81,7 +81,7 @@ def test_of_many_classes_the_worst_are_shown() -> None:
 
 
 def parted(images: ImageData, split: str, val_size: int) -> ImageData:
-    return evaluate._parted(images, split, {"val_size": val_size, "left_out": []})
+    return evaluate._parted(images, split, val_size, [])
 
 
 def test_a_split_that_another_data_set_is_too_small_for() -> None:

@@ -74,7 +74,7 @@ def test_the_default_is_pytorchs_own_cross_entropy_to_the_bit() -> None:
     logits, labels = torch.randn(72, 10, generator=draws), torch.arange(72) % 10
     rows = Rows(torch.zeros(72, 1), labels)
     for smoothing in (0.0, 0.1):
-        task = make_task(Recipe(label_smoothing=smoothing), [*"abcdefghij"], rows)
+        task = make_task(Recipe(label_smoothing=smoothing), [*"abcdefghij"], rows, CPU)
         loss = task.training_loss(logits, labels)
         assert torch.equal(loss, F.cross_entropy(logits, labels, label_smoothing=smoothing))
     losses = task.loss(logits, labels)
@@ -90,7 +90,7 @@ def test_weights_of_classes_are_those_of_all_images_and_not_of_the_batch() -> No
     rows = Rows(torch.zeros(8, 1), labels, torch.arange(6))
     logits = torch.arange(24.0).view(8, 3).sin()[:3]
     batch = torch.tensor([0, 2, 2])
-    task = make_task(Recipe(class_weights="balanced"), [*"abc"], rows)
+    task = make_task(Recipe(class_weights="balanced"), [*"abc"], rows, CPU)
     loss = task.training_loss(logits, batch)
     each = F.cross_entropy(logits, batch, label_smoothing=0.1, reduction="none")
     assert loss == pytest.approx(float(0.75 * each[0] + 1.5 * each[1] + 1.5 * each[2]) / 3)

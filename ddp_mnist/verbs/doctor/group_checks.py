@@ -237,7 +237,8 @@ def compute_s(group: Group) -> float:
     [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not keep it
     busy, and training uses its 16-bit units. A slow device tries less often, for about 2 s.
     """
-    on_gpu, seconds = group.device.type == "cuda", list[float]()
+    on_gpu = group.device.type == "cuda"
+    seconds = list[float]()
     size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
     square = torch.ones(size, size, device=group.device, dtype=dtype)
     while len(seconds) < 3 or (len(seconds) < TRIES and sum(seconds) < TRIES_S):
