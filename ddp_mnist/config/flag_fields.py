@@ -130,7 +130,10 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if kind is tuple:
         if isinstance(value, str):
             value = dict.fromkeys(value.replace(" ", "").split(","))
-        several = value if isinstance(value, Iterable) else (value,)
+        try:
+            several = [*value]
+        except TypeError:  # an array of no dimension calls itself iterable
+            several = [value]
         return tuple(_as_typed(field, each) for each in several)
     text = _as_typed(field, value)
     try:
@@ -140,7 +143,10 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
-    """Return a Python value as it would be typed: MODULE:NAME for a class or a function."""
+    """Return a Python value as it would be typed: MODULE:NAME for a class or a function.
+
+    `~` becomes the home folder: no text but a path begins so.
+    """
     if isinstance(value, type | types.FunctionType):
         if value.__module__ == "__main__":
             raise UsageError(
@@ -148,7 +154,10 @@ def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
                 " a file and import it"
             )
         return f"{value.__module__}:{value.__qualname__}"
-    return str(value) if isinstance(value, str | os.PathLike) else printable(str(value))[:60]
+    if not isinstance(value, str | os.PathLike):
+        return printable(str(value))[:60]
+    # a shell leaves --run-dir=~/runs as it is, and so do YAML and containers
+    return os.path.expanduser(str(value)) if str(value).startswith("~") else str(value)  # noqa: PTH111
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
@@ -165,6 +174,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = f"must be {f'{number}, ' if isinstance(value, str) else ''}{legal}"
     elif value == "":
         problem = "is empty; give a value or leave it out"
+    elif isinstance(value, str) and "\0" in value:
+        problem = "holds a NUL, which no name has; check it"
     else:
         return
     typed = "" if is_argument(field) else f"{flag_name(field)} "

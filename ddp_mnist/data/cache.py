@@ -16,19 +16,21 @@ import numpy as np
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
-from ddp_mnist.data.decode_all import decode_all, rows_of
+from ddp_mnist.data.decode_all import data_digest, decode_all, rows_of
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, blame
+from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 ABOUT = "about.json"  # everything but the arrays
-ARRAYS = ("images", "targets", "keys", "part", "sums")
+ARRAYS = ("images", "targets", "keys", "decoded_keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
+MOST_CHECKED = 4 * 2**30  # bytes of images: more would take seconds at each start
 HASH = 8  # hex digits, of the source in a folder's name
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None
@@ -65,20 +67,25 @@ def load(
     options: ImageOptions = AS_THEY_ARE,
     *,
     refresh: bool = False,
+    check: bool = True,
     log: Log = None,
 ) -> ImageData:
     """Return the data set from the cache, mapped; read and decode it first if it is not cached.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` decodes again even if cached. `log` is called with a line when decoding begins, as it
-    can take a minute.
+    `refresh` decodes again even if cached. `check` compares what was cached earlier with its
+    digests, which one process of a machine does for all. `log` is called with a line when decoding
+    begins, as it can take a minute.
 
-    Raise UsageError or DataError if the data set does not exist or cannot be read, or if no test
-    split can be drawn; StorageError if the cache folder cannot be written.
+    Raise UsageError or DataError if the data set does not exist or cannot be read, if the cache is
+    damaged, or if no test split can be drawn; StorageError if its folder cannot be written.
     """
     source = find_source(dataset)
     path = _path(source, cache_dir, options)
-    if refresh or not (found := _open(path, source)):
+    if not refresh and (found := _open(path, source)):
+        if check:
+            _check(path, found, source, options)
+    else:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with take(path.with_name(f"{path.name}.lock"), wait=True):
@@ -99,8 +106,11 @@ def cached(
 ) -> ImageData | None:
     """Return the data set if it is in the cache. Raises as `find_source` does."""
     source = find_source(dataset)
-    found = _open(_path(source, cache_dir, options), source)
-    return _image_data(found, source, options) if found else None
+    path = _path(source, cache_dir, options)
+    if not (found := _open(path, source)):
+        return None
+    _check(path, found, source, options)
+    return _image_data(found, source, options)
 
 
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
@@ -114,7 +124,7 @@ def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
 def _open(path: Path, source: Source) -> dict[str, Any] | None:
     """Return about.json and the arrays; None if they are missing, cut short, or of other files."""
     try:
-        about = dict(json.loads((path / ABOUT).read_text("utf-8")))
+        about = read_json(path / ABOUT)
         outside = about.pop("outside")
         now = CACHE_FORMAT, source.fingerprint, source.facts_outside(name for name, *_ in outside)
         if (about.pop("format"), about.pop("fingerprint"), outside) != now:
@@ -148,8 +158,10 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         about["outside"] = source.facts_outside(listing.files.values())
         files = [listing.files.get(number, "") for number in range(len(listing))]
         relative = [name.removeprefix(f"{source.place}/") for name in files]
-        for name, content in ((ABOUT, about), (FILES, relative)):
-            (temporary / name).write_text(json.dumps(content), encoding="utf-8")
+        (temporary / FILES).write_text(json.dumps(relative), encoding="utf-8")
+        small = (FILES, *(f"{name}.npy" for name in arrays))  # the digest is of the images
+        about["sha256s"] = {name: _sha256(temporary / name) for name in small}
+        (temporary / ABOUT).write_text(json.dumps(sealed(about)), encoding="utf-8")
         for file in temporary.iterdir():  # a power cut must leave no zeros under the final name
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -160,8 +172,27 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check(path: Path, found: dict[str, Any], source: Source, options: ImageOptions) -> None:
+    """Raise DataError, which names the file, if the cache does not hold what was written."""
+    damaged = [name for name, digest in found["sha256s"].items() if _sha256(path / name) != digest]
+    if not damaged and found["images"].nbytes <= MOST_CHECKED:
+        arrays = found["images"], found["targets"], found["keys"]
+        names = [*found["classes"], *options.columns]
+        if data_digest(*arrays, rows_of(found["part"]), names) != found["digest"]:
+            damaged = ["images.npy"]
+    if damaged:
+        fix = f"remove {path}, and the next command decodes it again"
+        raise DataError(f"{source.typed}: {path / damaged[0]} {CHANGED}; {fix}")
+
+
 def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
+    del found["sha256s"]
     keys, labels = found["keys"], held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
     test_share: float | None = None

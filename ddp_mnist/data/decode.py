@@ -85,31 +85,29 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
 
     An image of a different size is cropped around its centre to the wanted ratio, then resized.
     """
+    return in_shape(as_seen(image), shape)
+
+
+def in_shape(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
+    """Return an image that is `as_seen` as uint8 [C, H, W], cropped and resized if necessary."""
     channels, height, width = shape
-    image.load()  # raises an error if damaged; for a PNG, getexif would load it and hide the error
-    image = in_mode(upright(image), "L" if channels == 1 else "RGB")
+    image = in_mode(image, "L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = PIL.ImageOps.fit(image, (width, height), PIL.Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
-    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], not turned nor resized.
+def pixels_of(image: PIL.Image.Image) -> np.ndarray:
+    """Return an image that is `as_seen` as uint8 [H, W], or [H, W, 3] if any pixel has colour."""
+    mode = "L" if image.mode in GREY_MODES else "RGB"
+    return without_equal_channels(np.asarray(in_mode(image, mode)))
 
-    They are the same in every mode that can hold them: with colours for a palette, and without
-    channels that tell nothing, which are full opacity and the colours of grey.
-    """
-    may_hide = image.has_transparency_data or image.mode in ("1", "P")
-    if may_hide and not image.mode.startswith("I"):  # 16 bits would be clipped at 255
-        image = image.convert("RGBA")
-    pixels = np.asarray(image)
-    if image.mode.startswith("I") and pixels.min() >= 0 and pixels.max() < 2**16:
-        return pixels.astype("<u2")  # which a TIFF may hold in the other order, a PGM in 32 bits
-    if image.mode == "RGBA" and (pixels[..., 3] == 255).all():
-        pixels = pixels[..., :3]
-    if image.mode in ("RGB", "RGBA") and pixels.shape[2] == 3:
-        pixels = pixels[..., 0] if (pixels == pixels[..., :1]).all() else pixels
+
+def without_equal_channels(pixels: np.ndarray) -> np.ndarray:
+    """Return uint8 [H, W] for [H, W, 3] without colour; other pixels as they are."""
+    if pixels.ndim == 3 and (pixels == pixels[..., :1]).all():
+        return pixels[..., 0]
     return pixels
 
 
@@ -131,12 +129,16 @@ def orientation_of(image: PIL.Image.Image) -> int:
     return 1
 
 
-def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
-    """Return the image in mode L or RGB; transparent parts become white.
+def as_seen(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return an opened image file as a viewer shows it: upright, of 8 bits, and opaque."""
+    image.load()  # raises an error if damaged; for a PNG, getexif would load it and hide the error
+    return opaque(upright(image))
 
-    They become black if all that is visible is white. Of 16-bit values the upper 8 bits are kept.
 
-    Raise DataError for mode F.
+def opaque(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return a loaded image in 8 bits, the upper ones of 16; transparent parts become white.
+
+    They become black if all that is visible is white. Raise DataError for mode F.
     """
     if image.mode == "F":
         raise DataError("mode F has no fixed range: save 8-bit images")
@@ -150,6 +152,10 @@ def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
         image = laid_on("white", layer)
         if is_plain(image) and not is_plain(on_black := laid_on("black", layer)):
             image = on_black
+    return image
+
+
+def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 

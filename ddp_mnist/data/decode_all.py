@@ -17,7 +17,15 @@ import PIL.Image
 from psutil import virtual_memory
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import SIXTEEN_BITS, TRANSPARENT, decode_image, facts_of, stored_pixels
+from ddp_mnist.data.decode import (
+    SIXTEEN_BITS,
+    TRANSPARENT,
+    as_seen,
+    facts_of,
+    in_shape,
+    pixels_of,
+    without_equal_channels,
+)
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
@@ -43,10 +51,10 @@ def decode_all(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    These are targets, as in `Listing`, keys, uint64 [N] (see held_out.py), the part, int8 [N] (0:
-    train, 1: test, -1: cannot be read), and sums of each image's values and of their squares,
-    uint64 [N, C, 2]. `tell` is called with a line when decoding begins. If many images cannot be
-    read, they are listed in a file beside the folder.
+    These are targets, as in `Listing`, keys and decoded_keys, uint64 [N] (see held_out.py), the
+    part, int8 [N] (0: train, 1: test, -1: cannot be read), and sums of each image's values and of
+    their squares, uint64 [N, C, 2]. `tell` is called with a line when decoding begins. If many
+    images cannot be read, they are listed in a file beside the folder.
     Raise DataError, which names all images that cannot be read, if more than a few cannot, and
     OSError if the disk has no room.
     """
@@ -54,13 +62,16 @@ def decode_all(
         listing.check_classes()
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
-    keys = np.zeros(len(listing), np.uint64)
+    keys, decoded_keys = np.zeros((2, len(listing)), np.uint64)
 
-    def decode(image: PIL.Image.Image) -> tuple[Array, int]:
-        return decode_image(image, shape), key_of(stored_pixels(image))
+    def decode(image: PIL.Image.Image) -> tuple[Array, int, int]:
+        whole = as_seen(image)
+        pixels, seen = in_shape(whole, shape), pixels_of(whole)
+        decoded, key = without_equal_channels(pixels.transpose(1, 2, 0)), key_of(seen)
+        return pixels, key, key if decoded.shape == seen.shape else key_of(decoded)
 
-    for number, (pixels, key) in listing.each(decode, threads_for(largest)):
-        images[number], keys[number] = pixels, key
+    for number, found in listing.each(decode, threads_for(largest)):
+        images[number], keys[number], decoded_keys[number] = found
     broken = broken_files(listing, folder.with_suffix(".broken.txt"))
 
     targets = np.concatenate([*listing.targets.values()])
@@ -84,11 +95,12 @@ def decode_all(
             "digit_photos": is_bright_on_black and is_digits,
             "characters": {*map(len, listing.classes)} == {1},
         },
-        "digest": data_digest(images, targets, rows, [*listing.classes, *options.columns]),
+        "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *broken, *converted],
         "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
     }
-    return about, {"targets": targets, "keys": keys, "part": part, "sums": sums}
+    arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
+    return about, {**arrays, "part": part, "sums": sums}
 
 
 def rows_of(part: Array) -> RowsBySplit:
@@ -212,11 +224,17 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
     return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
 
 
-def data_digest(images: Array, targets: Array, rows: RowsBySplit, names: list[str]) -> str:
-    """Return the SHA-256 by which runs recognise a data set: of pixels, targets and names."""
+def data_digest(
+    images: Array, targets: Array, keys: Array, rows: RowsBySplit, names: list[str]
+) -> str:
+    """Return the SHA-256 by which runs recognise a data set.
+
+    It is of all that decides what is trained, held out and counted: the splits' pixels, targets and
+    keys, and the names.
+    """
     digest = hashlib.sha256(json.dumps(names).encode())
     for split, these in rows.items():
-        for kind, array in (("images", images), ("labels", targets)):
+        for kind, array in (("images", images), ("labels", targets), ("keys", keys)):
             shape = [len(these), *array.shape[1:]]
             digest.update(f"{split}_{kind} {array.dtype} {shape}".encode())
             for start in range(0, len(these), 1000):

@@ -23,12 +23,13 @@ class ImageData:
 
     name: str  # for people, e.g. mnist
     source: str  # kind and place, e.g. hub:ylecun/mnist
-    digest: str  # SHA-256 of pixels, labels and class names, and of how a test was drawn
+    digest: str  # SHA-256 of what is trained on, held out and counted, see data_digest
     classes: list[str]  # their names; a label is an index into these. [] if targets are numbers
     image_format: ImageFormat  # how the images were prepared
     images: np.ndarray  # uint8 [N, C, H, W], of all splits
     targets: np.ndarray  # int64 [N], labels; or float32 [N, columns], of a task without classes
     keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
+    decoded_keys: np.ndarray  # uint64 [N], the same of the pixels as in `images`
     rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
@@ -60,7 +61,7 @@ class ImageData:
         rows, caveats, left_out = dict(self.rows), [*self.caveats], list[int]()
         for split in ("validation", "test"):
             there = rows.get(split, np.arange(0))
-            is_seen = np.isin(self.keys[there], np.asarray(keys, np.uint64))
+            is_seen = self.are_among(keys, there)
             if is_seen.any():
                 those = f"{why}: {is_seen.sum():,} of {len(there):,} {split} images"
                 if is_seen.all():
@@ -69,6 +70,19 @@ class ImageData:
                 left_out += self.keys[there[is_seen]].tolist()
                 rows[split] = there[~is_seen]
         return dataclasses.replace(self, rows=rows, caveats=caveats, left_out=left_out)
+
+    def are_among(self, keys: Collection[int], rows: np.ndarray) -> np.ndarray:
+        """Return whether each of these rows' images has one of the `keys`, bool [rows].
+
+        It is the same image if it looks the same at full size, or as it was decoded.
+        """
+        known = np.asarray(keys, np.uint64)
+        return np.isin(self.keys[rows], known) | np.isin(self.decoded_keys[rows], known)
+
+    def train_keys(self) -> np.ndarray:
+        """Return all keys of the train images, uint64, sorted."""
+        train = self.rows["train"]
+        return np.union1d(self.keys[train], self.decoded_keys[train])
 
     def with_caveat(self, sentence: str) -> "ImageData":
         """Return the data set with one more sentence on what may spoil a result."""

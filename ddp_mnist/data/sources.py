@@ -110,8 +110,7 @@ def find_source(dataset: str) -> Source:
         return Source(dataset, dataset, place, typed, notes)
     if dataset in HUB_IDS:
         return Source(dataset, "hub", HUB_IDS[dataset], typed, notes)
-    # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
-    path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
+    path = Path(os.path.realpath(dataset))  # pathlib's raises an error for links in a circle
     with blame(typed, DataError):
         if dataset and path.is_dir():
             return Source(printable(path.name), "folder", str(path), typed)
@@ -125,6 +124,13 @@ def find_source(dataset: str) -> Source:
         return Source(dataset.replace("/", "--"), "hub", dataset, typed)
     fix = f"choose from {', '.join(names)}, a Hub id (owner/name) or a folder"
     raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
+
+
+def check_still_there(dataset: str, run: str) -> None:
+    """Raise DataError if a run's data set, which nobody typed now, was a folder that is gone."""
+    if Path(dataset).is_absolute() and not Path(dataset).is_dir():
+        fix = "name their place now: --dataset"
+        raise DataError(f"{run}: its images were in {dataset}, where there is no folder; {fix}")
 
 
 def from_anywhere(dataset: str) -> str:

@@ -1,6 +1,8 @@
 """Files that are replaced whole, and whose errors name the flag for their place."""
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import tempfile
@@ -13,6 +15,8 @@ from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.system.console import warn_once
 from ddp_mnist.system.text import as_json, reason
 
+CHANGED = "was changed or damaged since it was written: its SHA-256 does not match"
+SEAL = "sha256"  # the key of an object's own digest
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
 
 
@@ -21,17 +25,34 @@ def to_json(content: dict[str, Any]) -> str:
     return as_json(content, indent=2) + "\n"
 
 
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the object as it reads back from JSON, with the SHA-256 of all else in it."""
+    plain = json.loads(as_json(content))
+    return plain | {SEAL: _digest_of(plain)}
+
+
+def _digest_of(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file. Raise OSError, or ValueError unless it holds one."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("not a JSON object")
-    return content
+    """Return the object in the file, without its seal.
+
+    Raise OSError, for damage too: with EBADMSG, as disks that check their content raise it.
+    """
+    raw, content, why = path.read_bytes(), None, "is damaged, or no JSON object"
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(raw)
+    if isinstance(content, dict):
+        why = CHANGED
+        if content.pop(SEAL, None) in (None, _digest_of(content)):  # older files have none
+            return content
+    raise OSError(errno.EBADMSG, why, str(path))
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file; {} if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         return read_json(path)
     return {}
 

@@ -4,6 +4,8 @@ One process writes it, the one that holds its lock.
 """
 
 import contextlib
+import hashlib
+import io
 import itertools
 import json
 import os
@@ -44,6 +46,7 @@ class RunFolder:
         self.path: Path | None = None
         self.step = 0  # the last step that the run is known to have taken
         self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
+        self.metrics_sha256 = hashlib.sha256()  # of these
         self.log_to_trackers: Callable[[dict[str, Any], int], None] | None = None  # tracking.py
         self._lock: FileLock | None = None
         self._number = 0  # of the lock's file: that of another file if the folder was replaced
@@ -159,8 +162,8 @@ class RunFolder:
                 error.traceback_file = str(self.path / TRACEBACK)  # type: ignore[attr-defined]
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Replace the file atomically. Raise StorageError."""
-        self.write_bytes(name, files.to_json(content).encode())
+        """Replace the file atomically, with its digest in it. Raise StorageError."""
+        self.write_bytes(name, files.to_json(files.sealed(content)).encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Replace the file atomically. Raise StorageError."""
@@ -184,8 +187,10 @@ class RunFolder:
         if self.path:
             path = self.path / METRICS
             self.check_ours()
-            with files.storage_errors(path), open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
+            line = (json.dumps(finite({"step": step, **metrics})) + "\n").encode()
+            with files.storage_errors(path), open(path, "ab") as file:
+                file.write(line)
+            self.metrics_sha256.update(line)
         if self.log_to_trackers:
             self.log_to_trackers(metrics, step)
 
@@ -196,19 +201,25 @@ class RunFolder:
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return [line for line in lines if line["step"] == step]
 
-    def cut_metrics(self, count: int) -> list[str]:
+    def cut_metrics(self, count: int, sha256: str = "") -> list[str]:
         """Cut off all but the first `count` lines: the others' steps are about to be repeated.
 
-        Return a line for the console if it has fewer.
+        Return a line for the console if it has fewer. Raise CheckpointError if their `sha256` was
+        another one.
         """
-        self.metrics_lines = 0
+        self.metrics_lines, self.metrics_sha256 = 0, hashlib.sha256()
         if self.path and (path := self.path / METRICS).exists():
             with files.storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
                 # A crash of the machine may have truncated the last one.
-                kept = [line for line in lines if line.endswith(b"\n")]
-                os.truncate(path, sum(map(len, kept)))
-            self.metrics_lines = len(kept)
+                kept = b"".join(line for line in lines if line.endswith(b"\n"))
+                self.metrics_lines = kept.count(b"\n")
+                self.metrics_sha256.update(kept)
+                are_whole = sha256 and self.metrics_lines == count
+                if are_whole and self.metrics_sha256.hexdigest() != sha256:
+                    fix = "put it back, or move it away, to continue without its lines"
+                    raise CheckpointError(f"{path}: {files.CHANGED}; {fix}")
+                os.truncate(path, len(kept))
         lost = count - self.metrics_lines
         return [f"{self.path}/{METRICS}: lacks {lost} lines of earlier steps"] if lost else []
 
@@ -251,12 +262,39 @@ def resolve_link(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
+def read_config(run: Path) -> dict[str, Any]:
+    """Return config.json.
+
+    Raise CheckpointError if it is missing or damaged, or of another run than summary.json.
+    """
+    with blame(f"{run}/{CONFIG}", CheckpointError):
+        config = files.read_json(run / CONFIG)
+    summary = files.read_if_whole(run / SUMMARY)
+    if summary.get("run_id", config.get("run_id")) != config.get("run_id"):
+        fault = f"{CONFIG} and {SUMMARY} are of two runs"
+        raise CheckpointError(f"{run}: {fault}; put back the one that belongs here")
+    return config
+
+
+def trained_on_bytes(keys: np.ndarray) -> bytes:
+    """Return the content of trained_on.npy: the keys, uint64, sorted."""
+    np.save(file := io.BytesIO(), keys)
+    return file.getvalue()
+
+
 def trained_on(run: str | Path) -> np.ndarray:
     """Return the keys of the images that a run was trained on; none if they are not known.
 
-    Raise CheckpointError if the file is damaged.
+    They are not if the file is missing, and of a run before format 13, whose keys were others.
+    Raise CheckpointError if the file, or config.json, which has its digest, is damaged.
     """
-    if not (file := Path(run) / TRAINED_ON).exists():
-        return np.zeros(0, np.uint64)
-    with blame(str(file), CheckpointError):
-        return np.asarray(np.load(file, allow_pickle=False))
+    file, config = Path(run) / TRAINED_ON, Path(run) / CONFIG
+    with blame(str(run), CheckpointError):
+        expected = read_config(Path(run)).get("trained_on") if config.exists() else None
+        if not expected or not file.exists():
+            return np.zeros(0, np.uint64)
+        raw = file.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != expected:
+        fix = "put it back, or remove it: what the run was trained on is then unknown"
+        raise CheckpointError(f"{file}: {files.CHANGED}; {fix}")
+    return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))

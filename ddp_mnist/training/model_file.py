@@ -64,7 +64,8 @@ def read_bytes(run: str) -> bytes:
     earlier part, which is then returned, with a warning on stderr.
     """
     status, summary = (read_if_whole(Path(run) / name) for name in (STATUS, SUMMARY))
-    state = status.get("state", "unknown" if (Path(run) / STATUS).exists() else "finished")
+    with blame(run, CheckpointError):
+        state = status.get("state", "unknown" if (Path(run) / STATUS).exists() else "finished")
     unfinished, so_far = state != "finished", f"state {state}, step {status.get('step')}"
     go_on = f"let it finish, or add --resume {run} to the command that started it"
     try:

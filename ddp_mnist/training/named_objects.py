@@ -11,7 +11,7 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import own_code
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.task import Loss, Score, Task
-from ddp_mnist.errors import UsageError
+from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import factory_of, is_known
 from ddp_mnist.nets.initial_weights import InitialWeights, find_weights
 from ddp_mnist.task import find_loss, find_score, find_task
@@ -47,8 +47,9 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     # Rank 0 alone logs and counts; importing scikit-learn takes it a second.
     trackers = store.broadcast_from_rank0("trackers", lambda: known_trackers(config.run.trackers))
     scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}
-    file = Path(recipe.weights).resolve() if recipe.weights else None
-    seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
+    with blame(f"--weights {recipe.weights}", UsageError):
+        file = Path(recipe.weights).resolve() if recipe.weights else None
+        seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
     return NamedObjects(task, loss, scores, trackers, digests, weights, seen)
 
 

@@ -145,9 +145,13 @@ class RecordedRun(Run):
         self.folder.step = progress.step
         if self.folder.path:
             self.folder.check_ours()
-            counts = {"run_id": self.run_id, "metrics_lines": self.folder.metrics_lines}
+            written = {
+                "run_id": self.run_id,
+                "metrics_lines": self.folder.metrics_lines,
+                "metrics_sha256": self.folder.metrics_sha256.hexdigest(),
+            }
             keep = self.run.config.run.keep
-            checkpoint.save(self.folder.path, progress.step, {**counts, "state": content}, keep)
+            checkpoint.save(self.folder.path, progress.step, {**written, "state": content}, keep)
         progress.save_seconds += time.monotonic() - clock
 
     # --- After the last step
@@ -162,7 +166,11 @@ class RecordedRun(Run):
         content = model_file.to_bytes(state_dict, run.model, run.task, image_format)
         self.folder.write_bytes(MODEL, content)
         outcome = result.summarise(run, state, test)
-        outcome["model_sha256"] = hashlib.sha256(content).hexdigest()
+        outcome |= {
+            "run_id": self.run_id,
+            "model_sha256": hashlib.sha256(content).hexdigest(),
+            "metrics_sha256": self.folder.metrics_sha256.hexdigest(),
+        }
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(result.last_lines(outcome, self.folder))
         return outcome

@@ -6,6 +6,7 @@ communicate, have to be given each time.
 """
 
 import dataclasses
+import errno
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
     resume = config.run.resume
     if resume is None:
         return None
-    path = resolve_link(Path(config.run.run_dir or "" if resume == "auto" else resume))
+    path = Path(config.run.run_dir or "" if resume == "auto" else resume)
     try:
+        path = resolve_link(path)
         state = read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
@@ -73,9 +75,10 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
         why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
-        raise CheckpointError(
-            f"--resume {resume}: {path} holds no run to resume ({name}: {why}); {name_a_run()}"
-        ) from error
+        fault, fix = f"{path} holds no run to resume ({name}: {why})", name_a_run()
+        if getattr(error, "errno", None) == errno.EBADMSG:
+            fault, fix = f"{path}/{name} {why}", "put it back, or begin another run"
+        raise CheckpointError(f"--resume {resume}: {fault}; {fix}") from error
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -133,7 +136,8 @@ def load_latest(
     where = f"step {step} of {path}"
     content = checkpoint.from_bytes(raw, where)
     with blame(f"{where}: is not from ddp_mnist", CheckpointError, "move it elsewhere"):
-        reached, metrics_lines = content["state"]["progress"]["step"], content["metrics_lines"]
+        reached = content["state"]["progress"]["step"]
+        metrics_lines, metrics_sha256 = content["metrics_lines"], content["metrics_sha256"]
         is_this_runs = (content["run_id"], reached) == (before["run_id"], step)
     if not is_this_runs:
         fault = "belongs to another run, or to another step"
@@ -150,7 +154,7 @@ def load_latest(
             f"--epochs {recipe.epochs}: the run is already beyond that, at step {step}; ask for at"
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
-    lines += folder.cut_metrics(metrics_lines)
+    lines += folder.cut_metrics(metrics_lines, metrics_sha256)
     folder.step = step
     changed = changes(before, now)
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"

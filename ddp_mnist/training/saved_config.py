@@ -4,16 +4,22 @@ from typing import Any
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import code_digest, package_versions
 
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
 # wrongly: one of another format is refused. A new flag needs no new format, see resume.py.
-RUN_FORMAT = 12
+RUN_FORMAT = 13
 
 
-def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
-    """Return the content of config.json; `run_dir` is the folder on rank 0's machine."""
+def saved_config(
+    run: TrainingRun, run_id: str, run_dir: str, trained_on: str = ""
+) -> dict[str, Any]:
+    """Return the content of config.json.
+
+    `run_dir` is the folder on rank 0's machine, `trained_on` the SHA-256 of that file.
+    """
     config, world, images = run.config, run.world, run.images
     resolved = {
         "backend": world.backend,
@@ -26,6 +32,7 @@ def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
         "digest": images.digest,
         "test_share": images.test_share,
         "left_out": images.left_out,
+        "trained_on": trained_on,
         "own_code": run.found.own_code,
         "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},
         "recipe": flag_values(config.recipe),
@@ -39,6 +46,19 @@ def saved_config(run: TrainingRun, run_id: str, run_dir: str) -> dict[str, Any]:
             **runtime_facts(world),
         },
     }
+
+
+def why_others(images: ImageData, saved: dict[str, Any], dataset: str) -> tuple[str, str] | None:
+    """Return why images are not those of a run, and what to do; None if they are.
+
+    `saved` is its config.json.
+    """
+    if images.digest == saved["digest"]:
+        return None
+    if (made := saved.get("format")) != RUN_FORMAT:
+        other = f"it was trained by another version of ddp_mnist (format {made})"
+        return f"{other}, which compares images in another way", "use that"
+    return f"the images of {dataset} have changed since the run", "put them back"
 
 
 def must_be_equal(run: TrainingRun) -> dict[str, Any]:

@@ -5,7 +5,7 @@ open the folder.
 """
 
 import contextlib
-import io
+import hashlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,13 +25,20 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.sources import from_anywhere
+from ddp_mnist.data.sources import check_still_there, from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.training import checkpoint, plan, resume, tracking
-from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder, trained_on
+from ddp_mnist.training.folder import (
+    CONFIG,
+    FOLDER_KEY,
+    TRAINED_ON,
+    RunFolder,
+    trained_on,
+    trained_on_bytes,
+)
 from ddp_mnist.training.named_objects import NamedObjects, find_named
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
@@ -94,6 +101,8 @@ def resolve_run(
     if entry and not config.run.image_size:  # the size that they were made for
         size = str(initial_weights.size_of(entry))
         config = replace(config, run=replace(config.run, image_size=size))
+    if earlier and "dataset" not in config.typed:
+        check_still_there(config.run.dataset, f"--resume {earlier.path}")
     name, images = load_images(config, found, world.store, console)
     if entry:
         model, image_format = config.recipe.model or "", images.image_format
@@ -112,14 +121,16 @@ def load_images(
 ) -> tuple[str, ImageData]:
     """Return the data set's name and images; each machine has them before the first collective.
 
-    Rank 0 decides what `auto` means.
+    Rank 0 decides what `auto` means; any other name may stand for another place on each machine.
     """
     flags, columns = config.run, found.task.columns if found.task else ()
     options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
-    name, notes = store.broadcast_from_rank0(
+    chosen, notes = store.broadcast_from_rank0(
         "dataset", lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     )
-    images = cache.load(name, flags.cache_dir, options, log=console.print)
+    name = chosen if flags.dataset == "auto" else flags.dataset
+    first = store.rank_info.local_rank == 0  # which checks the cache for all of its machine
+    images = cache.load(name, flags.cache_dir, options, check=first, log=console.print)
     if "test_size" in config.typed and not images.test_share:
         prefix = f"--test-size {options.test_size:g}: --dataset {name}"
         raise UsageError(f"{prefix} already has a test split; remove --test-size")
@@ -184,20 +195,21 @@ def open_folder(
 
     def open_it() -> str:
         nonlocal raw
+        seen = np.union1d(images.train_keys(), run.found.seen)
         if earlier:
+            seen = np.union1d(seen, trained_on(earlier.path))
             raw, lines = resume.load_latest(run, folder, earlier)
             folder.begin()
             for line in lines:
                 console.print(line)
         else:
             folder.create(flags.run_dir, images.name, begin_again=flags.resume == "auto")
+        folder.write_bytes(TRAINED_ON, keys := trained_on_bytes(seen))
+        keys_sha256 = hashlib.sha256(keys).hexdigest()
+        folder.write_json(CONFIG, saved_config(run, run_id, str(folder.path), keys_sha256))
         return str(folder.path)
 
     where = run.world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
-    folder.write_json(CONFIG, saved_config(run, run_id, where))
-    seen = [images.keys[images.rows["train"]], run.found.seen, trained_on(where)]
-    np.save(keys := io.BytesIO(), np.unique(np.concatenate(seen)))
-    folder.write_bytes(TRAINED_ON, keys.getvalue())
     return OpenedFolder(run_id, where, raw)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import in_mode, orientation_of, upright
+from ddp_mnist.data.decode import in_mode, opaque, orientation_of, upright
 from ddp_mnist.data.image_format import is_bright_paper
 from ddp_mnist.errors import DataError
 
@@ -40,7 +40,7 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
 def as_viewed(image: PIL.Image.Image) -> np.ndarray:
     """Return uint8 [H, W], upright, and shrunk first: later steps take 40 bytes per pixel."""
     image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # so that a JPEG is not decoded in full
-    grey = in_mode(image, "L")
+    grey = in_mode(opaque(image), "L")
     grey.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     return np.asarray(upright(grey, orientation_of(image)))
 

@@ -3,6 +3,7 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,15 @@ from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.sources import check_still_there
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
-from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.system.text import as_json, joined, printable, shown_name
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
+from ddp_mnist.training.saved_config import why_others
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
@@ -96,16 +98,16 @@ def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] 
 
 
 def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the run's flags, and the digest and own_code of config.json.
+    """Return the run's flags, and what else config.json has that is needed here.
 
     A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
-    with blame(f"{run}: {folder.CONFIG}", CheckpointError):
-        config = files.read_json(Path(run) / folder.CONFIG)
+    config = folder.read_config(Path(run))
+    with blame(f"{run}/{folder.CONFIG}", CheckpointError):
         saved = config["run"] | config["recipe"]
         found = {name: saved[name] for name in ("dataset", "val_size")}  # of any version
-        found |= {name: config.get(name) for name in ("digest", "own_code")}
+        found |= {name: config.get(name) for name in ("format", "digest", "own_code")}
         found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
     found = flag_values(RunFlags()) | flag_values(Recipe()) | saved | found
@@ -124,23 +126,28 @@ def _load(
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
     options, test_share = options_of(config), config["test_size"]
+    first = store.rank_info.local_rank == 0  # which checks the cache for all of its machine
     if not flags.dataset:
-        images = cache.load(name, cache_dir, options)
-        if images.digest == config["digest"]:
-            return images
-        fault = f"{flags.run}: the images of {name} have changed since the run"
-        fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
-        raise DataError(f"{fault}; {fix}")
+        check_still_there(name, flags.run)
+        images = cache.load(name, cache_dir, options, check=first)
+        if found := why_others(images, config, name):
+            now = f"evaluate it on the current ones: --dataset {shlex.quote(name)}"
+            raise DataError(f"{flags.run}: {'; '.join(found)}, or {now}")
+        return images
     options = replace(options, test_size=0)
     known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
     if not known or known.image_format.shape != shape:
         options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)
-    images = cache.load(flags.dataset, cache_dir, options)
+    images = cache.load(flags.dataset, cache_dir, options, check=first)
+
+    def has_known() -> bool:  # on rank 0, which has the run
+        known, every = folder.trained_on(flags.run), np.arange(len(images.keys))
+        return bool(test_share and images.are_among(known, every).any())
 
     # Images from which the run's own test was drawn are split as they were.
-    is_known = np.isin(images.keys, folder.trained_on(flags.run))  # on rank 0, which has the run
-    if store.broadcast_from_rank0("known images", lambda: bool(test_share and is_known.any())):
-        images = cache.load(flags.dataset, cache_dir, replace(options, test_size=test_share))
+    if store.broadcast_from_rank0("known images", has_known):
+        options = replace(options, test_size=test_share)
+        images = cache.load(flags.dataset, cache_dir, options, check=False)
     return _relabelled(images, trained.task.names, flags) if images.classes else images
 
 
@@ -187,13 +194,13 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         return
     numbers = rows.rows.numpy()
     if not (keys := folder.trained_on(flags.run)).size:
-        lost = f"{flags.run}: has no {folder.TRAINED_ON}"
+        lost = f"{flags.run}: has no {folder.TRAINED_ON} of this version"
         unknown = f"{lost}, so whether it was trained on these is unknown"
         if images.test_share is not None:
             raise DataError(f"{unknown}; give images that it has not seen, in test/CLASS/")
         warn(unknown)
         return
-    if len(trained_on := numbers[np.isin(images.keys[numbers], keys)]):
+    if len(trained_on := numbers[images.are_among(keys, numbers)]):
         fix = "use --split test"
         if flags.split == "test":
             paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()

@@ -24,7 +24,7 @@ from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, why_unread
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import DataError, UsageError
+from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.files import check_place, storage_errors
 from ddp_mnist.system.text import as_json, printable, shown_name
@@ -149,8 +149,9 @@ def in_short(found: Answer) -> str:
 
 def find_images(path: str) -> list[Path]:
     """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
-    if not (place := Path(path)).is_dir():
-        return [place]
+    with blame(path, DataError):
+        if not (place := Path(path)).is_dir():
+            return [place]
     images, notes = folders.find_images(path, path, folders.paths_in(place))
     for note in notes:
         warn(f"{path}: {note}")

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.core.evaluation import eval_batch_size
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.sources import check_still_there, find_source
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
@@ -34,6 +35,7 @@ from ddp_mnist.system.locks import is_held
 from ddp_mnist.system.text import printable
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
+from ddp_mnist.training.saved_config import why_others
 from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
@@ -85,36 +87,40 @@ def run(flags: Report) -> None:
             figure.savefig(picture, dpi=200)
             console.print(f"written to {picture}")
     if changed:
-        fix = "put them back, or name a copy of them with --dataset"
-        raise DataError(f"{changed}, so the page shows no mistakes of it; {fix}")
+        why, fix = changed
+        missing = f"{run.name}: {why}, so the page shows no mistakes of it"
+        raise DataError(f"{missing}; {fix}, or name a copy of them with --dataset")
 
 
 def read_run(path: Path) -> ReportedRun:
     """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
-    with blame(f"{path}: {folder.STATUS}", CheckpointError):
-        status = files.read_json(path / folder.STATUS)
+    found, metrics = dict[str, dict[str, Any]](), path / folder.METRICS
+    for name in (folder.STATUS, folder.SUMMARY):
+        with blame(f"{path}/{name}", CheckpointError):
+            is_there = name == folder.STATUS or (path / name).exists()
+            found[name] = files.read_json(path / name) if is_there else {}
+    status, summary = found.values()
+    with blame(str(metrics), CheckpointError):
+        raw = metrics.read_bytes() if metrics.exists() else b""
+        is_as_written = summary.get("metrics_sha256") in (None, sha256(raw).hexdigest())
+        if status.get("state") == "finished" and not is_as_written:
+            raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
+        # the last line of a run that was killed may be incomplete
+        lines = [{**json.loads(line)} for line in raw.decode().split("\n")[:-1]]
+    config = folder.read_config(path)
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
-        metrics, summary = path / folder.METRICS, path / folder.SUMMARY
-        lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
-        run = ReportedRun(
-            path,
-            printable(path.resolve().name),
-            files.read_json(path / folder.CONFIG),
-            [{**json.loads(line)} for line in lines[:-1]],  # the last line may be incomplete
-            files.read_json(summary) if summary.exists() else {},
-            status,
-        )
+        run = ReportedRun(path, printable(path.resolve().name), config, lines, summary, status)
         render_page(run, {})  # fails if a field is missing
         return run
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
+def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return, in words, that the images have changed since the run; None if they have not.
+    Return why the images are not those of the run, and what to do; None if they are.
     """
     saved = run.config["run"]
     dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
@@ -122,6 +128,8 @@ def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
         options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
+        if not flags.dataset:
+            check_still_there(dataset, run.name)
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         read = cache.cached if source.kind == "hub" else cache.load
@@ -133,10 +141,9 @@ def find_mistakes(run: ReportedRun, flags: Report) -> str | None:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
         return None
-    if images.digest != run.summary["dataset"]["digest"]:
-        change = f"{run.name}: the images of {dataset} have changed since the run"
-        run.no_mistakes = f"They cannot be shown: {change}."
-        return change
+    if others := why_others(images, run.config, dataset):
+        run.no_mistakes = f"They cannot be shown: {others[0]}."
+        return others
     run.no_mistakes = "There are none."
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
     test = subset(images, "test")

@@ -15,7 +15,7 @@ from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
-from ddp_mnist.system.files import read_json
+from ddp_mnist.system.files import CHANGED, read_json
 from ddp_mnist.training import checkpoint, resume
 from ddp_mnist.training.folder import STARTING
 from ddp_mnist.training.resume import EarlierRun
@@ -133,7 +133,7 @@ def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
     every = with_flags(config("unbroken"), checkpoint_every=1, keep=STEPS)
     run_world(1, just_train, every, folder=tmp_path)
     unbroken = tmp_path / "unbroken"
-    expected = what_stays(unbroken)
+    expected, lines = what_stays(unbroken), (unbroken / "metrics.jsonl").read_bytes()
     kept = {checkpoint.step_of(p): p.read_bytes() for p in checkpoint.newest_first(unbroken)}
     assert sorted(kept) == list(range(1, 31))
     for step in (1, 15, 30):
@@ -143,6 +143,7 @@ def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
         content["state"]["progress"] |= {"train_seconds": 1000.0, "total_seconds": 3000.0}
         checkpoint.save(unbroken, step, content, keep=1)
         (unbroken / "status.json").write_text(json.dumps(STARTING))
+        (unbroken / "metrics.jsonl").write_bytes(lines)
         (unbroken / "model.safetensors").unlink()
         [summary] = run_world(1, just_train, resumed(every), folder=tmp_path)
         assert summary["resumed_from"] == [step]
@@ -341,16 +342,22 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
     assert line.startswith("--resume run: run holds no run to resume (config.json: ")
     run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
     (run / "status.json").write_text(json.dumps(STARTING))
-    good = (run / "config.json").read_text()
-    for damage in ("", "{}", "[]", good[:100]):
+    good, unsealed = (run / "config.json").read_text(), json.dumps(read_json(run / "config.json"))
+    for damage, line in {
+        "": "run/config.json is damaged, or no JSON object; put it back, or begin another run",
+        "{}": "run holds no run to resume (run: damaged, or from another program)",
+        "[]": "run/config.json is damaged, or no JSON object",
+        good[:100]: "run/config.json is damaged, or no JSON object",
+        good.replace('"seed": 0', '"seed": 1'): f"run/config.json {CHANGED}; put it back, or begin",
+    }.items():
         (run / "config.json").write_text(damage)
-        assert refusals(again, tmp_path)[0].startswith("--resume run: run holds no run to resume (")
+        assert refusals(again, tmp_path)[0].startswith(f"--resume run: {line}")
     of_others = {
         '"format": 1': "--resume run: is of another version of ddp_mnist (format 1); resume it",
         '"rl"': "--resume run: is of another version of ddp_mnist (--rl); resume it with that",
     }
-    for (theirs, line), ours in zip(of_others.items(), ('"format": 12', '"lr"'), strict=True):
-        (run / "config.json").write_text(good.replace(ours, theirs))
+    for (theirs, line), ours in zip(of_others.items(), ('"format": 13', '"lr"'), strict=True):
+        (run / "config.json").write_text(unsealed.replace(ours, theirs))
         assert refusals(again, tmp_path)[0].startswith(line)
     (run / "config.json").write_text(good)
     newest, *_ = saved = checkpoint.newest_first(run)

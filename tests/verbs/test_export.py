@@ -167,7 +167,7 @@ def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
     run: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run, copy := tmp_path / "copy")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     summary["dataset"] |= {"name": "**n**\x9b", "source": "folder:/home/alice/project"}
     (copy / "summary.json").write_text(json.dumps(summary))
     names = ["<script>x", "[l](javascript:x)", "`b`", "*a*|", "e\x1b[2J", "$f$", "g_h", *"890"]

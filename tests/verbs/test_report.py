@@ -200,7 +200,7 @@ def test_a_run_without_a_result_says_why(
 
 def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
     shutil.copytree(first, run := tmp_path / os.fsdecode(b"<b>c\xe9"))
-    config = (run / "config.json").read_text()
+    config = json.dumps(read_json(run / "config.json"))
     (run / "config.json").write_text(config.replace('"digits"', '"<script>alert(1)</script>"'))
     [path] = write(run)
     text = path.read_text()

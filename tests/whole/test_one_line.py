@@ -67,11 +67,11 @@ COMMANDS = {
         train --resume none
         train --resume broken
         evaluate none
-        * evaluate broken
+        evaluate broken
         predict none seen.png
         * predict broken seen.png
         report none
-        * report broken
+        report broken
         export none
         * export broken
         """,

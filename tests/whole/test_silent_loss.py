@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
-from ddp_mnist.data.decode import stored_pixels
+from ddp_mnist.data.decode import as_seen, pixels_of
 from ddp_mnist.data.held_out import key_of
 from ddp_mnist.errors import DivergedError, StorageError
 from ddp_mnist.system.files import read_json
@@ -163,10 +163,13 @@ COLOURS = np.array([[[9, 60, 200], [255, 0, 0]], [[9, 60, 200], [1, 2, 3]]], np.
 OPAQUE = np.full((2, 2, 1), 255, np.uint8)
 
 
+def key(image: PIL.Image.Image) -> int:
+    return key_of(pixels_of(as_seen(image)))
+
+
 def key_in(file: Path) -> int:
     with PIL.Image.open(file) as opened:
-        opened.load()
-        return key_of(stored_pixels(opened))
+        return key(opened)
 
 
 @pytest.mark.parametrize("grey", [False, True])
@@ -185,8 +188,8 @@ def test_a_picture_is_the_same_in_every_mode_that_holds_it(grey: bool, tmp_path:
         keys.add(key_in(tmp_path / name))
     assert len(keys) == 1
     clear = np.concatenate([pixels, OPAQUE // 2], 2)
-    assert key_of(stored_pixels(PIL.Image.fromarray(clear))) not in keys
-    assert key_of(stored_pixels(PIL.Image.fromarray(pixels[::-1]))) not in keys
+    assert key(PIL.Image.fromarray(clear)) not in keys
+    assert key(PIL.Image.fromarray(pixels[::-1])) not in keys
 
 
 def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""A file that changed and shows the same image: a run never counts what it was trained on.
+
+Either the image is known by what it shows, and all stays as it was, or the run says that its images
+have changed.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import pytest
+from PIL.ExifTags import Base
+
+from ddp_mnist.system.files import read_json
+from tests.commands import Typed
+from tests.data_sets import noise
+
+SIDE = 12  # of the squares to which the images of 20x14 are decoded
+COUNT = 60
+Change = Callable[[PIL.Image.Image], PIL.Image.Image]
+
+
+def lay(place: Path) -> None:
+    """Write photos of six forms, each of which other programs store otherwise."""
+    for number in range(COUNT):
+        image, options = noise(number, (14, 20)), dict[str, object]()
+        if number % 6 == 0:
+            (exif := PIL.Image.Exif())[Base.Orientation] = 6
+            options["exif"] = exif
+        elif number % 6 == 1:
+            image.putalpha(PIL.Image.new("L", image.size, 120))
+        elif number % 6 == 2:
+            image = PIL.Image.fromarray(np.asarray(image.convert("L"), np.uint16) * 256 + 7)
+        elif number % 6 == 3:
+            image = image.quantize(8)
+        elif number % 6 == 4:
+            image = image.convert("L")
+        path = place / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path, **options)
+
+
+def shown(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return an image as a viewer shows it, in RGB."""
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    layer = image.convert("RGBA")
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, "white"), layer).convert(
+        "RGB"
+    )
+
+
+def resized(image: PIL.Image.Image) -> PIL.Image.Image:
+    return PIL.ImageOps.fit(shown(image), (SIDE, SIDE), PIL.Image.Resampling.BILINEAR)
+
+
+def cropped(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return the middle square, which is all that is decoded of an image."""
+    image = shown(image)
+    side, left, top = (
+        min(image.size),
+        *(max(0, (x - y) // 2) for x, y in (image.size, image.size[::-1])),
+    )
+    return image.crop((left, top, left + side, top + side))
+
+
+# By name: the flag of the run, the change of each file, its new suffix, and whether it is known
+CHANGES: dict[str, tuple[str, Change, str, bool]] = {
+    "turned upright": ("", PIL.ImageOps.exif_transpose, ".png", True),
+    "as a viewer shows it": ("", shown, ".png", True),
+    "BMP": ("", shown, ".bmp", True),
+    "TIFF in RGBA": ("", lambda image: shown(image).convert("RGBA"), ".tif", True),
+    "of the size that is decoded": ("", resized, ".png", False),
+    "the part that is decoded": ("", cropped, ".webp", False),
+    "grey, as decoded": ("--grey", lambda image: shown(image).convert("L"), ".png", False),
+    "resized and grey": ("--grey", lambda image: resized(image).convert("L"), ".tif", False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_never_counts_an_image_that_it_was_trained_on(
+    change: str, here: Path, typed: Typed
+) -> None:
+    flag, make, suffix, is_known = CHANGES[change]
+    lay(here / "photos")
+    command = ["train", "--dataset", "photos", "--model", "mlp", "--batch-size", "8", "--cpu"]
+    command += ["--image-size", str(SIDE), *flag.split()]
+    typed(*command, "--epochs", "1", "--run-dir", "run").succeeds()
+    before = json.loads(typed("evaluate", "run", "--json").succeeds())
+    trained_on = len(np.load("run/trained_on.npy"))
+    shutil.copytree("run", "again")
+    for path in [*Path("photos").rglob("*.png")]:
+        with PIL.Image.open(path) as opened:
+            opened.load()
+        path.unlink()
+        make(opened).save(path.with_suffix(suffix), lossless=True)
+
+    ended = typed("evaluate", "run", "--json")
+    on_current = typed("evaluate", "run", "--json", "--dataset", "photos")
+    resumed = typed("train", "--resume", "again", "--epochs", "2")
+    reported = typed("report", "run")
+    if is_known:
+        same = ("count", "loss", "confusion")
+        for now in (json.loads(ended.succeeds()), json.loads(on_current.succeeds())):
+            assert [now[key] for key in same] == [before[key] for key in same]
+        resumed.succeeds()
+        assert len(np.load("again/trained_on.npy")) == trained_on
+        assert read_json(Path("again/summary.json"))["test_count"] == before["count"]
+        assert reported.code == 0
+        return
+    assert (ended.code, on_current.code, resumed.code, reported.code) == (3, 3, 4, 3)
+    assert "have changed since the run; put them back" in ended.err
+    assert "run was trained on" in on_current.err
+    assert "--dataset photos" in on_current.err
+    assert f"{here}/photos: not the images of again" in resumed.err
+    weights = ["--weights", "run/model.safetensors", "--test-size", "30"]
+    assert "was trained on some: " in typed(*command, *weights, "--dry-run").succeeds()
