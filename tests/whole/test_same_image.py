@@ -59,16 +59,6 @@ def resized(image: PIL.Image.Image) -> PIL.Image.Image:
     return PIL.ImageOps.fit(shown(image), (SIDE, SIDE), PIL.Image.Resampling.BILINEAR)
 
 
-def cropped(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Return the middle square, which is all that is decoded of an image."""
-    image = shown(image)
-    side, left, top = (
-        min(image.size),
-        *(max(0, (x - y) // 2) for x, y in (image.size, image.size[::-1])),
-    )
-    return image.crop((left, top, left + side, top + side))
-
-
 # By name: the flag of the run, the change of each file, its new suffix, and whether it is known
 CHANGES: dict[str, tuple[str, Change, str, bool]] = {
     "turned upright": ("", PIL.ImageOps.exif_transpose, ".png", True),
@@ -76,7 +66,7 @@ CHANGES: dict[str, tuple[str, Change, str, bool]] = {
     "BMP": ("", shown, ".bmp", True),
     "TIFF in RGBA": ("", lambda image: shown(image).convert("RGBA"), ".tif", True),
     "of the size that is decoded": ("", resized, ".png", False),
-    "the part that is decoded": ("", cropped, ".webp", False),
+    "of that size, in WebP": ("", resized, ".webp", False),
     "grey, as decoded": ("--grey", lambda image: shown(image).convert("L"), ".png", False),
     "resized and grey": ("--grey", lambda image: resized(image).convert("L"), ".tif", False),
 }
