@@ -150,7 +150,7 @@ def test_what_one_process_does_is_not_done_by_each(
     assert f"{verb}: every process would do all of it; start it without a launcher" in line
     monkeypatch.delenv("WORLD_SIZE")  # what is left is no launcher's
     [line] = typed(verb, *["runs/none"] * (1 + (verb == "predict"))).error_lines
-    assert "runs/none: " in line
+    assert "runs/none" in line
 
 
 LINES = "verify --save", "report RUN --out", "predict RUN x.png --show"
