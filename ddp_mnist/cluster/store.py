@@ -163,6 +163,10 @@ class Store:
             return True
         return False
 
+    def is_first_here(self, key: str) -> bool:
+        """Return whether this rank is the first of its machine to ask with this key."""
+        return self.call("add", f"first/{host_id()}/{key}", 1) == 1
+
     def add_rank(self, key: str) -> None:
         """Append this rank to the ranks at `key`."""
         self.call("append", key, f"{self.rank} ")

@@ -67,15 +67,15 @@ def load(
     options: ImageOptions = AS_THEY_ARE,
     *,
     refresh: bool = False,
-    check: bool = True,
+    check: Callable[[str], bool] | None = None,
     log: Log = None,
 ) -> ImageData:
     """Return the data set from the cache, mapped; read and decode it first if it is not cached.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` decodes again even if cached. `check` compares what was cached earlier with its
-    digests, which one process of a machine does for all. `log` is called with a line when decoding
-    begins, as it can take a minute.
+    `refresh` decodes again even if cached. What was cached earlier is compared with its digests,
+    unless `check`, called with its folder, says that another process of this machine does that.
+    `log` is called with a line when decoding begins, as it can take a minute.
 
     Raise UsageError or DataError if the data set does not exist or cannot be read, if the cache is
     damaged, or if no test split can be drawn; StorageError if its folder cannot be written.
@@ -83,7 +83,7 @@ def load(
     source = find_source(dataset)
     path = _path(source, cache_dir, options)
     if not refresh and (found := _open(path, source)):
-        if check:
+        if check is None or check(str(path)):
             _check(path, found, source, options)
     else:
         try:

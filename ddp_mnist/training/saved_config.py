@@ -62,7 +62,10 @@ def why_others(images: ImageData, saved: dict[str, Any], dataset: str) -> tuple[
 
 
 def must_be_equal(run: TrainingRun) -> dict[str, Any]:
-    """Return the values that must be equal on every rank, by the names that users know."""
+    """Return the values that must be equal on every rank, by the names that users know.
+
+    The images come first: flags that were not typed are chosen for them.
+    """
     config, images = run.config, run.images
     flags = {
         flag_name(field): getattr(group, field.name)
@@ -71,9 +74,11 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         if not field.metadata["per_rank"]
     }
     own_code = {f"the code of {name}": code for name, code in run.found.own_code.items()}
-    others = {"the data's digest": images.digest}
-    others |= {"the images that --weights has seen": str(sum(images.left_out))}
-    return flags | others | own_code | runtime_facts(run.world)
+    of_images = {
+        "the data's digest": images.digest,
+        "the images that --weights has seen": str(sum(images.left_out)),
+    }
+    return of_images | flags | own_code | runtime_facts(run.world)
 
 
 def runtime_facts(world: World) -> dict[str, Any]:

@@ -129,8 +129,9 @@ def load_images(
         "dataset", lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     )
     name = chosen if flags.dataset == "auto" else flags.dataset
-    first = store.rank_info.local_rank == 0  # which checks the cache for all of its machine
-    images = cache.load(name, flags.cache_dir, options, check=first, log=console.print)
+    images = cache.load(
+        name, flags.cache_dir, options, check=store.is_first_here, log=console.print
+    )
     if "test_size" in config.typed and not images.test_share:
         prefix = f"--test-size {options.test_size:g}: --dataset {name}"
         raise UsageError(f"{prefix} already has a test split; remove --test-size")

@@ -6,6 +6,7 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def _load(
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
     options, test_share = options_of(config), config["test_size"]
-    first = store.rank_info.local_rank == 0  # which checks the cache for all of its machine
+    load = partial(cache.load, cache_dir=cache_dir, check=store.is_first_here)
     if not flags.dataset:
         check_still_there(name, flags.run)
-        images = cache.load(name, cache_dir, options, check=first)
+        images = load(name, options=options)
         if found := why_others(images, config, name):
             now = f"evaluate it on the current ones: --dataset {shlex.quote(name)}"
             raise DataError(f"{flags.run}: {'; '.join(found)}, or {now}")
@@ -138,7 +139,7 @@ def _load(
     known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
     if not known or known.image_format.shape != shape:
         options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)
-    images = cache.load(flags.dataset, cache_dir, options, check=first)
+    images = load(flags.dataset, options=options)
 
     def has_known() -> bool:  # on rank 0, which has the run
         known, every = folder.trained_on(flags.run), np.arange(len(images.keys))
@@ -147,7 +148,7 @@ def _load(
     # Images from which the run's own test was drawn are split as they were.
     if store.broadcast_from_rank0("known images", has_known):
         options = replace(options, test_size=test_share)
-        images = cache.load(flags.dataset, cache_dir, options, check=False)
+        images = load(flags.dataset, options=options)
     return _relabelled(images, trained.task.names, flags) if images.classes else images
 
 

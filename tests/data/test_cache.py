@@ -1,5 +1,7 @@
 import errno
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,10 @@ from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import StorageError
 from ddp_mnist.system.text import printable, reason
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.chaos import wait_until
 from tests.data_sets import LABELS, PIXELS, TEST, TRAIN, of, save_to_disk, write_idx, write_parquet
+from tests.run_checks import told_once, with_flags
 
 # --- What is loaded
 
@@ -229,3 +233,37 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
     images = load(folder, cache)
     assert (of(images, "train").labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
     assert not list(cache.glob("*.tmp"))
+
+
+# --- What is in it is what was written
+
+
+def train_on(files: list[str], caches: list[str]) -> Any:
+    """Train as this rank types it: with its own data set and cache."""
+    rank = int(os.environ["RANK"])
+    config = proof_config(epochs=1, model="mlp", batch_size=8, val_size=0, grad_accum=1)
+    return just_train(with_flags(config, dataset=files[rank], cache_dir=caches[rank]))
+
+
+def test_fault_56_ranks_with_another_cache_or_data_set_than_they_say_do_not_train(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        caching.load("digits", str(tmp_path / name))
+    [targets] = tmp_path.glob("b/*/targets.npy")
+    labels = np.load(targets)
+    labels[:800] = (labels[:800] + 1) % 10
+    np.save(targets, labels)
+    places = [str(tmp_path / name) for name in ("a", "b")]
+    outcomes = LocalWorld(2, train_on, ["digits"] * 2, places, folder=tmp_path).outcomes()
+    line = str(told_once(outcomes, 3))
+    assert line.startswith(f"--dataset digits: {targets} was changed or damaged since it was")
+    shutil.rmtree(targets.parent)  # as the line says
+    outcomes = LocalWorld(2, train_on, ["digits", "patches"], places, folder=tmp_path).outcomes()
+    assert re.match(r"the data's digest: rank 0 has \w+, rank 1 has", str(told_once(outcomes, 2)))
+    assert not (tmp_path / "run").exists()
+    shutil.copytree(write_idx(tmp_path / "here"), tmp_path / "there")  # each has its own place
+    found = run_world(
+        2, train_on, [f"{tmp_path}/here", f"{tmp_path}/there"], places, folder=tmp_path
+    )
+    assert found[0]["dataset"]["source"] == f"folder:{tmp_path}/here"

@@ -16,7 +16,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from tests.commands import Typed, run_here
-from tests.data_sets import noise, split_up, write_noise
+from tests.data_sets import split_up, write_noise
 
 HITS, AT_ONCE = int(os.environ.get("HITS", "60")), 30
 TRAIN = ["train", "--model", "mlp", "--batch-size", "8", "--cpu", "--log-every", "1", "--cache-dir"]
@@ -60,38 +60,38 @@ def files_of(folder: Path) -> dict[Path, Path]:
     return found
 
 
-def flip_bit(raw: bytearray, draw: np.random.Generator) -> bytes:
+def flip_bit(raw: bytearray, draw: np.random.Generator) -> bytearray:
     raw[draw.integers(len(raw))] ^= 1 << int(draw.integers(8))
     return raw
 
 
-def change_byte(raw: bytearray, draw: np.random.Generator) -> bytes:
+def change_byte(raw: bytearray, draw: np.random.Generator) -> bytearray:
     raw[draw.integers(len(raw))] = int(draw.integers(256))
     return raw
 
 
-def change_digit(raw: bytearray, draw: np.random.Generator) -> bytes:
+def change_digit(raw: bytearray, draw: np.random.Generator) -> bytearray:
     digits = [place for place, byte in enumerate(raw) if chr(byte).isdigit()]
     raw[digits[draw.integers(len(digits))]] = ord("0") + int(draw.integers(10))
     return raw
 
 
-def zero_a_block(raw: bytearray, draw: np.random.Generator) -> bytes:
+def zero_a_block(raw: bytearray, draw: np.random.Generator) -> bytearray:
     start = int(draw.integers(len(raw)))
     raw[start : start + 512] = bytes(len(raw[start : start + 512]))
     return raw
 
 
-DAMAGES: dict[str, Callable[[bytearray, np.random.Generator], bytes]] = {
+DAMAGES: dict[str, Callable[[bytearray, np.random.Generator], bytes | bytearray]] = {
     "a bit": flip_bit,
     "a byte": change_byte,
     "a digit": change_digit,
     "a block of zeros": zero_a_block,
     "cut": lambda raw, draw: raw[: draw.integers(len(raw))],
-    "empty": lambda raw, draw: b"",
+    "empty": lambda *_: b"",
     "noise": lambda raw, draw: draw.bytes(len(raw)),
     "more behind it": lambda raw, draw: raw + draw.bytes(20),
-    "a line more": lambda raw, draw: raw + raw[-30:],
+    "a line more": lambda raw, _: raw + raw[-30:],
 }
 
 
@@ -107,18 +107,19 @@ def result_of(command: str, typed: Typed) -> tuple[int, str, list[str]]:
     return ended.code, ended.out + ended.err, answers
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "first",
     [pytest.param(n, marks=pytest.mark.soak if n >= 60 else ()) for n in range(0, HITS, AT_ONCE)],
 )
 def test_a_damaged_file_changes_no_result_in_silence(
-    first: int, once: Callable[[str, Callable[[Path], None]], Path], here: Path, typed: Typed
+    first: int, once: Callable[[str, Callable[[Path], None]], Path], typed: Typed
 ) -> None:
     whole = once("to-damage", lay)
     files, wrong = files_of(whole), list[str]()
 
     def try_once(
-        place: str, command: str, file: Path | None, content: bytes
+        place: str, command: str, file: Path | None, content: bytes | bytearray
     ) -> tuple[int, str, list[str]]:
         shutil.copytree(whole, place)
         os.chdir(place)
@@ -138,7 +139,7 @@ def test_a_damaged_file_changes_no_result_in_silence(
         damage = str(draw.choice([*DAMAGES, "another run's"]))
         raw = (whole / file).read_bytes()
         if damage == "another run's":
-            content = (whole / files[file]).read_bytes()
+            content: bytes | bytearray = (whole / files[file]).read_bytes()
         else:
             content = DAMAGES[damage](bytearray(raw), draw)
         code, said, answers = try_once("trial", command, file, content)

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -27,7 +28,7 @@ Change = Callable[[PIL.Image.Image], PIL.Image.Image]
 def lay(place: Path) -> None:
     """Write photos of six forms, each of which other programs store otherwise."""
     for number in range(COUNT):
-        image, options = noise(number, (14, 20)), dict[str, object]()
+        image, options = noise(number, (14, 20)), dict[str, Any]()
         if number % 6 == 0:
             (exif := PIL.Image.Exif())[Base.Orientation] = 6
             options["exif"] = exif
