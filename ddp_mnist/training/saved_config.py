@@ -64,7 +64,7 @@ def why_others(images: ImageData, saved: dict[str, Any], dataset: str) -> tuple[
 def must_be_equal(run: TrainingRun) -> dict[str, Any]:
     """Return the values that must be equal on every rank, by the names that users know.
 
-    The images come first: flags that were not typed are chosen for them.
+    Images stand first: flags that were not typed are chosen for them.
     """
     config, images = run.config, run.images
     flags = {
