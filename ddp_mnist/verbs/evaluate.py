@@ -31,7 +31,7 @@ from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
-from ddp_mnist.system.text import as_json, joined, printable, shown_name
+from ddp_mnist.system.text import as_json, joined, printable, quoted, shown_name
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.verbs.flags import Evaluate
@@ -129,7 +129,7 @@ def _load(
         if images.digest == config["digest"]:
             return images
         fault = f"{flags.run}: the images of {name} have changed since the run"
-        fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
+        fix = f"put them back, or evaluate it on the current ones: --dataset {quoted(name)}"
         raise DataError(f"{fault}; {fix}")
     options = replace(options, test_size=0)
     known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape

@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from ddp_mnist.system.text import as_json, printable
+from ddp_mnist.system.text import as_json, printable, quoted, shown_name
 from ddp_mnist.training.scores import number_text
 
 
@@ -25,7 +25,7 @@ ENVIRONMENT = jinja2.Environment(
 )
 ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
 ENVIRONMENT.filters |= {"markdown": markdown, "printable": printable, "thousands": "{:,}".format}
-ENVIRONMENT.filters |= {"number": number_text}
+ENVIRONMENT.filters |= {"number": number_text, "quoted": quoted, "shown_name": shown_name}
 
 
 def render(template: str, **facts: Any) -> str:
