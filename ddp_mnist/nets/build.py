@@ -88,14 +88,19 @@ def from_torchvision(name: str) -> Factory:
     if name not in names:
         hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
         raise UsageError(f"--model torchvision:{name}: torchvision has no such classifier{hint}")
-    options: dict[str, Any] = {}
-    if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
-        options |= {"aux_logits": False, "init_weights": True}
 
     def make(outputs: int, shape: Shape) -> nn.Module:
-        if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
-            options["image_size"] = shape[1]  # else 224, and the net takes no other size
+        options = torchvision_options(name, shape)
         net: nn.Module = models.get_model(name, num_classes=outputs, **options)
         return net if shape[0] == 3 else GreyAsColour(net)
 
     return make
+
+
+def torchvision_options(name: str, shape: Shape) -> dict[str, Any]:
+    """Return the arguments of torchvision's `get_model` but the name and `num_classes`."""
+    if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
+        return {"aux_logits": False, "init_weights": True}
+    if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
+        return {"image_size": shape[1]}  # else 224, and the net takes no other size
+    return {}

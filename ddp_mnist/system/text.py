@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,11 @@ def printable(text: str) -> str:
 def shown_name(name: str) -> str:
     """Return a class's name as it is printed: in quotes if it would not be seen whole."""
     return name if name and printable(name) == name else repr(name)
+
+
+def quoted(path: object) -> str:
+    """Return a path or a name as a shell takes it, for a command that is printed."""
+    return shlex.quote(str(path))
 
 
 def joined(names: Iterable[str], columns: int) -> str:

@@ -23,7 +23,7 @@ from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.locks import HeldError, take
-from ddp_mnist.system.text import finite, reason
+from ddp_mnist.system.text import finite, quoted, reason
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
@@ -89,7 +89,7 @@ class RunFolder:
             last = files.read_if_whole(path / STATUS)
             lost = last.get("state") == "preempted"  # which saved: is its disk not there?
             free = begin_again and not lost and not any((path / CHECKPOINTS).glob("step-*.pt"))
-            held = f"a run already (to resume it: --resume {path})"
+            held = f"a run already (to resume it: --resume {quoted(path)})"
             if lost and begin_again:
                 held = f"a run that saved at step {last.get('step')}, but no checkpoint"
             elif free and last.get("step"):

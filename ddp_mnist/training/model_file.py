@@ -18,7 +18,7 @@ from ddp_mnist.nets.build import build_net, is_known
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole
-from ddp_mnist.system.text import reason
+from ddp_mnist.system.text import quoted, reason
 from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
 
@@ -67,7 +67,7 @@ def read_bytes(run: str) -> bytes:
     with blame(run, CheckpointError):
         state = status.get("state", "unknown" if (Path(run) / STATUS).exists() else "finished")
     unfinished, so_far = state != "finished", f"state {state}, step {status.get('step')}"
-    go_on = f"let it finish, or add --resume {run} to the command that started it"
+    go_on = f"let it finish, or add --resume {quoted(run)} to the command that started it"
     try:
         content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
@@ -77,7 +77,7 @@ def read_bytes(run: str) -> bytes:
             why = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
         raise CheckpointError(f"{run}: {why}") from error
     if summary.get("model_sha256", found := hashlib.sha256(content).hexdigest()) != found:
-        fix = f"remove it, and train --resume {run} writes it again"
+        fix = f"remove it, and train --resume {quoted(run)} writes it again"
         raise CheckpointError(f"{run}: {MODEL} is damaged, or not that of {SUMMARY}; {fix}")
     if unfinished and "steps" in summary:
         earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"

@@ -17,6 +17,7 @@ from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
+from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, lines, model_file, result
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.training.scores import warn_unless_finite
@@ -63,7 +64,7 @@ class RecordedRun(Run):
         except StopRequested as error:
             done = f"stopped after step {error.step}"
             if self.where:
-                done += f" and saved; to go on, add --resume {self.where} to the command"
+                done += f" and saved; to go on, add --resume {quoted(self.where)} to the command"
             raise self.stop.ending(error.requests, done, self.is_rank0) from None
         except Diverged as error:
             raise DivergedError(

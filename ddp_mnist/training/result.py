@@ -13,7 +13,7 @@ from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.state import State
 from ddp_mnist.system.files import read_json
-from ddp_mnist.system.text import count, named_lines
+from ddp_mnist.system.text import count, named_lines, quoted
 from ddp_mnist.training import scores
 from ddp_mnist.training.folder import SUMMARY, RunFolder
 from ddp_mnist.training.scores import number_text, score_texts
@@ -90,7 +90,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     if classes and score < guessed + 0.1 * (1 - guessed):
         fix = "look at its images (report), then try more --epochs or a lower --lr"
         lines["careful"] = f"that is hardly better than guessing: {fix}"
-    lines["see"] = f"{program()} report {run.path}"
+    lines["see"] = f"{program()} report {quoted(run.path)}"
     return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
 
 

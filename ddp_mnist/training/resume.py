@@ -18,7 +18,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.system.files import read_json
-from ddp_mnist.system.text import reason
+from ddp_mnist.system.text import quoted, reason
 from ddp_mnist.training import checkpoint
 from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, resolve_link
 from ddp_mnist.training.result import finished_line
@@ -183,5 +183,6 @@ def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
 def check_same_images(dataset: str, digest: str, earlier: EarlierRun) -> None:
     """Raise CheckpointError if these are not the run's images, wherever they lie now."""
     if digest != earlier.saved["digest"]:
-        fix = f"name those, or begin another run, perhaps on its --weights {earlier.path}/{MODEL}"
+        weights = quoted(f"{earlier.path}/{MODEL}")
+        fix = f"name those, or begin another run, perhaps on its --weights {weights}"
         raise CheckpointError(f"--dataset {dataset}: not the images of {earlier.path}; {fix}")

@@ -30,6 +30,7 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
+from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, tracking
 from ddp_mnist.training.folder import (
     CONFIG,
@@ -237,5 +238,6 @@ def report_last_checkpoint(folder: RunFolder) -> None:
     rest = "nothing is saved"
     if saved := checkpoint.newest_first(folder.path):
         step = checkpoint.step_of(saved[0])
-        rest = f"nothing after step {step} is saved; to go on, add --resume {folder.path}"
+        go_on = f"to go on, add --resume {quoted(folder.path)}"
+        rest = f"nothing after step {step} is saved; {go_on}"
     tell_at_once(f"ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")

@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ddp_mnist.system.text import quoted
+
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 
 
@@ -47,4 +49,5 @@ def program() -> str:
     """Return the command that starts this program here: `make` activates no environment."""
     if shutil.which("ddp-mnist"):
         return "ddp-mnist"
-    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"
+    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    return f"{quoted(python)} -m ddp_mnist"

@@ -3,7 +3,6 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
-from ddp_mnist.system.text import as_json, joined, printable, shown_name
+from ddp_mnist.system.text import as_json, joined, printable, quoted, shown_name
 from ddp_mnist.task import find_loss, find_score, options_of
 from ddp_mnist.training import folder, model_file, scores
 from ddp_mnist.training.saved_config import why_others
@@ -132,7 +131,7 @@ def _load(
         check_still_there(name, flags.run)
         images = load(name, options=options)
         if found := why_others(images, config, name):
-            now = f"evaluate it on the current ones: --dataset {shlex.quote(name)}"
+            now = f"evaluate it on the current ones: --dataset {quoted(name)}"
             raise DataError(f"{flags.run}: {'; '.join(found)}, or {now}")
         return images
     options = replace(options, test_size=0)

@@ -3,14 +3,15 @@
     ddp-mnist export runs/latest                    # RUN/export/: safetensors and a card
     ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
-Every file takes uint8 images [B, C, H, W] with any B, and returns the net's outputs, as its logits:
-the model normalises the pixels itself. The card describes the images, as do model.onnx's metadata.
-Nothing is written before all formats are checked, and never a file whose outputs differ.
+model.onnx takes uint8 images [B, C, H, W] with any B, and returns the net's outputs, as its logits:
+it normalises the pixels itself. model.safetensors holds the weights of the net alone. The card says
+how to use each, as model_card.py words it. Nothing is written before all formats are checked, and
+never a file whose outputs differ. What is written names no image and no folder of this machine.
 """
 
 import io
-import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,16 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_mnist import __version__
-from ddp_mnist.config.mistakes import wrong_on_purpose
-from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame
+from ddp_mnist.errors import CheckFailed, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
-from ddp_mnist.task import about_task
+from ddp_mnist.system.text import quoted
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.flags import EXPORTS, Export
-from ddp_mnist.verbs.render import render
+from ddp_mnist.verbs.model_card import config_of, metadata, model_card, publishable
 
 CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
@@ -45,7 +44,7 @@ def run(flags: Export) -> None:
     """
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)
-    trained = model_file.from_bytes(model_file.read_bytes(flags.run), flags.run)
+    trained = publishable(model_file.from_bytes(model_file.read_bytes(flags.run), flags.run))
     trained.model.float()
     console = Console(True)
     contents = dict[str, bytes]()
@@ -63,7 +62,8 @@ def run(flags: Export) -> None:
         console.print(f"{file}: outputs for {CHECKED_IMAGES} images {close}")
     write_folder(out, contents, trained, flags, console)
     console.print(f"written to {out}")
-    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(flags.run).resolve().name).strip("-.")
+    console.print(f"to the Hub: hf upload YOUR_NAME/{name or 'model'} {quoted(out)}")
 
 
 def write_folder(
@@ -71,24 +71,25 @@ def write_folder(
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
     card = model_card(trained, flags)
-    about = {"architecture": trained.architecture, "classes": trained.task.names}
-    others = {CARD: card.encode(), ABOUT: files.to_json(about).encode()}
-    if (keys := Path(flags.run) / folder.TRAINED_ON).exists():  # go where the weights go
-        others[folder.TRAINED_ON] = keys.read_bytes()
+    others = {CARD: card.encode(), ABOUT: files.to_json(config_of(trained)).encode()}
+    earlier = dict.fromkeys(EXPORTS.values(), "of an earlier export; name all in one --format")
+    earlier[folder.TRAINED_ON] = "as hashes of the images are not for others"
     with files.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in (contents | others).items():
             files.write_atomically(out / file, content)
-        for file in EXPORTS.values():
+        for file, why in earlier.items():
             if file not in contents and (out / file).exists():
                 (out / file).unlink()
-                console.print(f"{file}: removed, of an earlier export; name all in one --format")
+                console.print(f"{file}: removed, {why}")
 
 
 def refuse_other_files(out: Path) -> None:
     """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
-    if files.read_if_whole(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
+    about = files.read_if_whole(out / ABOUT)
+    is_earlier = about.keys() == {"architecture", "classes"}  # of an export without made_by
+    if is_earlier or str(about.get("made_by")).startswith("ddp_mnist"):
         others -= {CARD, ABOUT, folder.TRAINED_ON, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
@@ -131,35 +132,10 @@ def write_onnx(trained: TrainedModel) -> bytes:
     )
     assert program
     proto = program.model_proto
+    for node in proto.graph.node:  # torch notes which line of which file made it
+        node.ClearField("metadata_props")
     onnx.helper.set_model_props(proto, metadata(trained))
     return proto.SerializeToString()
-
-
-def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return the facts that a program needs to get from an image file to a class name."""
-    made = trained.image_format
-    channels, height, width = made.shape
-    colour = "RGB" if channels == 3 else "grey"
-    colour += ", bright strokes on black" if made.bright_on_black else ""
-    preparation = (
-        "a digit in a photo is cut out first, as ddp-mnist predict does it"
-        if made.digit_photos
-        else "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8; the"
-        f" middle with the sides' ratio, bilinearly resized to {height}x{width}"
-    )
-    task = trained.task
-    names = json.dumps(task.names, ensure_ascii=False)
-    output = f"logits: float32 [batch, {task.outputs}], in the order of classes; their softmax are"
-    output += " probabilities"
-    if about := about_task(task):
-        output = f"logits: float32 [batch, {task.outputs}], what {about['task']} predicts from,"
-        output += f" with mean {about['mean']} and std {about['std']}, of {names}"
-    return {
-        "classes": names,
-        "input": f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, {colour}",
-        "preparation": preparation,
-        "output": f"{output}. The model itself normalises the pixels",
-    }
 
 
 def read_onnx(content: bytes) -> Outputs:
@@ -185,25 +161,3 @@ CONVERTERS: dict[str, tuple[Callable[[TrainedModel], bytes], Callable[[bytes], O
     "safetensors": (write_safetensors, lambda content: model_file.from_bytes(content, "it").model),
     "onnx": (write_onnx, read_onnx),
 }
-
-
-# --- The card
-
-
-def model_card(trained: TrainedModel, flags: Export) -> str:
-    """Return README.md as the Hugging Face Hub reads it.
-
-    Raise CheckpointError if summary.json is missing or damaged.
-    """
-    file = Path(flags.run) / folder.SUMMARY
-    with blame(str(file), CheckpointError):
-        summary = files.read_json(file)
-    return render(
-        "model_card.md",
-        s=summary,
-        about=metadata(trained),
-        trained=trained,
-        flags=flags,
-        wrong=wrong_on_purpose(summary["inject"]),
-        version=__version__,
-    )

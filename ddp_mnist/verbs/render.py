@@ -6,13 +6,16 @@ from typing import Any
 
 import jinja2
 
-from ddp_mnist.system.text import as_json, printable
+from ddp_mnist.system.text import as_json, printable, quoted, shown_name
 from ddp_mnist.training.scores import number_text
+
+# Those of Markdown within a line: _ and # mark nothing in the middle of a word
+MARKS = r"[\\`*\[\]<|~$]|&(?=[#\w]+;)|(?<![^\W_])[_#]|[_#](?![^\W_])"
 
 
 def markdown(text: str) -> str:
-    """Return text that Markdown and its HTML show literally: data sets choose their own names."""
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
+    """Return a name as Markdown and its HTML show it literally within a line."""
+    return re.sub(MARKS, r"\\\g<0>", printable(text))
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -25,7 +28,7 @@ ENVIRONMENT = jinja2.Environment(
 )
 ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
 ENVIRONMENT.filters |= {"markdown": markdown, "printable": printable, "thousands": "{:,}".format}
-ENVIRONMENT.filters |= {"number": number_text}
+ENVIRONMENT.filters |= {"number": number_text, "quoted": quoted, "shown_name": shown_name}
 
 
 def render(template: str, **facts: Any) -> str:

@@ -256,7 +256,7 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
 def test_images_that_the_first_weights_were_trained_on_are_counted_by_no_later_run(
     trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor by a run on the weights of that; nor after a resume."""
+    """Nor by a run on the weights of that; nor after a resume. An export does not know them."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     command = ["train", "--dataset", "photos", "--model", "mlp", "--batch-size", 8, "--cpu"]
@@ -276,9 +276,9 @@ def test_images_that_the_first_weights_were_trained_on_are_counted_by_no_later_r
         now = {*np.load(f"{run}/trained_on.npy").tolist()}
         assert now >= seen
         seen = now
-    alone = "second/export/model.safetensors"
-    said = typed(*command, "--weights", alone, "--dry-run").out
-    assert f"--weights {alone}: without trained_on.npy beside it, this may test on" in said
+    exported = "second/export/model.safetensors"
+    said = typed(*command, "--weights", exported, "--dry-run").out
+    assert f"--weights {exported}: without trained_on.npy beside it, this may test on" in said
     with pytest.raises(DataError, match=r"^w: \d+ of \d+ test images; give images"):
         images.without(images.keys, "w")
 

@@ -98,7 +98,7 @@ def test_both_files_give_the_models_logits_and_replace_an_earlier_export(
         assert torch.equal(state[name], tensor.float())
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}  # of a run in float64
     write(run, "safetensors", out=tmp_path)
-    names = {"README.md", "config.json", "trained_on.npy", "model.safetensors"}
+    names = {"README.md", "config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -151,16 +151,18 @@ def test_the_onnx_file_and_the_card_describe_the_images(exported: Path) -> None:
     session = onnxruntime.InferenceSession(exported / "export" / "model.onnx")
     told = session.get_modelmeta().custom_metadata_map
     assert json.loads(told["classes"]) == KINDS
-    assert told["input"] == "images: uint8 [batch, 3, 40, 60], 0 to 255, RGB"
-    assert told["preparation"].endswith(
-        "; the middle with the sides' ratio, bilinearly resized to 40x60"
-    )
+    pixels = "images: uint8 [batch, 3, 40, 60], 0 to 255, RGB"
+    assert told["input"] == f"{pixels}; the model itself normalises the pixels"
+    assert told["preparation"].endswith("bilinearly resized to 40x60 (height x width)")
     assert told["output"].startswith("logits: float32 [batch, 10], in the order of classes;")
     card = (exported / "export" / "README.md").read_text()
-    for name in ("input", "preparation", "output"):
-        assert f"- {name.capitalize()}: {told[name]}\n" in card
+    assert f"- Preparation of an image: {told['preparation']}\n" in card
+    assert f"- Output: {told['output']}\n" in card
+    assert f"It takes {told['input']}.\n" in card
+    weights = "(pixels / 255 - mean) / std, with mean 0.5, 0.4, 0.3 and std 0.2, 0.3, 0.2 for"
+    assert weights in card
     digits = export.metadata(untrained("mlp", GREY))
-    assert digits["preparation"].startswith("a digit in a photo is cut out first")
+    assert "; a digit in a photo that is not 28x28 is cut out first" in digits["preparation"]
 
 
 def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
@@ -182,7 +184,7 @@ def test_the_card_has_the_runs_accuracy_and_names_in_it_do_nothing(
     assert not {"\x1b", "\x9b"} & set(card)
     assert "alice" not in card  # where the data lies is not published
     assert "trained on \\*\\*n\\*\\*?\n" in card
-    assert r": \<script\>x, \[l\]\(javascript:x\), \`b\`, \*a\*\|, e?\[2J, \$f\$, g\_h, 8" in card
+    assert r": \<script>x, \[l\](javascript:x), \`b\`, \*a\*\|, e?\[2J, \$f\$, g_h, 8" in card
 
 
 def test_a_format_that_fails_is_named_and_nothing_is_written(
@@ -202,7 +204,7 @@ def test_a_format_that_fails_is_named_and_nothing_is_written(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert typed("export", run, "--out", out).out.count("model.onnx: removed, of an earlier") == 1
     names = {path.name for path in out.iterdir()}
-    assert names == {"README.md", "config.json", "trained_on.npy", "model.safetensors"}
+    assert names == {"README.md", "config.json", "model.safetensors"}
     forward = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda *x: forward(*x) + torch.rand(1))
     ended = typed("export", run, "--out", tmp_path / "none")

@@ -90,9 +90,11 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
     expected = {name: (str(summary[name]), text) for name, text in shown.items()}
     assert figures(page) == expected | {"wrong": (wrong, wrong)}
     rows = [[str(n) for n in row] for row in summary["confusion"]]
-    matrix = page.partition('<th scope="col">0</th>')[2].partition("</tr>")[0]
-    assert re.findall(r'<th scope="col">(.*?)</th>', matrix) == [*"123456789"]
-    cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
+    matrix = page.partition('<th scope="col"><bdi>0</bdi></th>')[2].partition("</tr>")[0]
+    assert re.findall(r'<th scope="col"><bdi>(.*?)</bdi></th>', matrix) == [*"123456789"]
+    cells = re.findall(
+        r'<th scope="row"><bdi>\d</bdi></th>\s*((?:<td class="[cz].*?</td>\s*)+)', page
+    )
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
     assert "2 on CPU, precision no" in words(out)
     settings = dict(re.findall(r'<th scope="row">([-\w ]+)</th><td>(.*?)</td>', page))
@@ -209,6 +211,19 @@ def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;c? " in text
 
 
+def test_names_from_right_to_left_and_control_characters_turn_nothing_around(first: Path) -> None:
+    run, names = report.read_run(first), ("\u202egpj.cat", "חתול")
+    run.summary["classes"][:2] = names
+    shares = {"label_probability": 0.16, "guess_probability": 0.61, "png": "data:,"}
+    run.mistakes = [{"place": "חתול/4_א.png", "label": names[0], "guess": names[1], **shares}]
+    page = report.render_page(run, {})
+    assert "\u202e" not in page and "<bdi>&#39;\\u202egpj.cat&#39;</bdi> (0.16)" in page
+    assert "<b><bdi>חתול</bdi></b> (0.61)" in page
+    parts = "<bdi>חתול</bdi>/<wbr><bdi>4</bdi>_<wbr><bdi>א.png</bdi><wbr>"
+    assert f'<span class="soft" dir="ltr">{parts}</span>' in page.replace("\n", "")
+    assert "חתול" not in re.sub(r'<bdi>.*?</bdi>|alt=".*?"', "", page)
+
+
 # --- What to make of it
 
 
@@ -227,7 +242,7 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
         with PIL.Image.open(file) as given, PIL.Image.open(io.BytesIO(stored)) as shown:
             assert given.tobytes() == shown.tobytes()
     page = write(path)[0].read_text()
-    assert run.mistakes[0]["place"] in page.replace("<wbr>", "")
+    assert run.mistakes[0]["place"] in re.sub("</?(wbr|bdi)>", "", page)
     assert run.mistakes[0]["png"] in page
 
 

@@ -18,7 +18,7 @@ from ddp_mnist.data import cache, sources, tables
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system import affinity
 from ddp_mnist.system.files import try_to_write
-from ddp_mnist.system.text import count, reason
+from ddp_mnist.system.text import count, quoted, reason
 from ddp_mnist.training.versions import PACKAGES, package_versions, version_of
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
@@ -152,7 +152,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
         if cache.cached(*place):
             yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
-            fix = f"run ddp-mnist prepare --dataset {options.dataset} on each machine"
+            fix = f"run ddp-mnist prepare --dataset {quoted(options.dataset)} on each machine"
             yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":
             yield passed("data", f"{name} is on this machine")

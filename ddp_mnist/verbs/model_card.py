@@ -1,0 +1,116 @@
+"""What an export says of itself: README.md, config.json and the metadata of model.onnx.
+
+It is meant for others, so nothing in it names a file of the images, or a folder of this machine.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist import __version__
+from ddp_mnist.config.flag_fields import flag_name
+from ddp_mnist.config.mistakes import wrong_on_purpose
+from ddp_mnist.errors import CheckpointError, blame
+from ddp_mnist.nets.build import torchvision_options
+from ddp_mnist.system import files
+from ddp_mnist.task import about_task
+from ddp_mnist.training import folder
+from ddp_mnist.training.model_file import TrainedModel
+from ddp_mnist.training.scores import MANY_CLASSES
+from ddp_mnist.verbs.flags import Export
+from ddp_mnist.verbs.render import render
+
+PREPARATION = (
+    "upright as EXIF says; of 16 bits the upper 8; transparent parts on white, or on black if all"
+    " that is visible is white; {colour}; cropped around the centre to the ratio of the sides, then"
+    " bilinearly resized to {height}x{width} (height x width)"
+)
+DIGITS = "; a digit in a photo that is not 28x28 is cut out first, as ddp-mnist predict does it"
+# torchvision's nets whose parameters have the same names in timm
+IN_TIMM = re.compile(r"torchvision:((?:wide_)?resnet\d+\w*|resnext\d+\w+|densenet\d+)")
+# What is told of a note on the images: numbers, but no name behind them
+COUNTS = re.compile(r"([\d,]+ of [\d,]+ images|images of|normalised as for) .*?(?=: |, as |$)")
+SETTINGS = (
+    "epochs batch_size optimizer lr weight_decay warmup label_smoothing class_weights augment"
+)
+
+
+def publishable(trained: TrainedModel) -> TrainedModel:
+    """Return the model with notes on its images that name none of them."""
+    told = [found[0] for note in trained.image_format.notes if (found := COUNTS.match(note))]
+    image_format = dataclasses.replace(trained.image_format, notes=told)
+    return dataclasses.replace(trained, image_format=image_format)
+
+
+def metadata(trained: TrainedModel) -> dict[str, str]:
+    """Return the facts that a program needs to get from an image file to a class name."""
+    made, task = trained.image_format, trained.task
+    channels, height, width = made.shape
+    colour = "RGB" if channels == 3 else "grey"
+    preparation = PREPARATION.format(colour=colour, height=height, width=width)
+    colour += ", bright strokes on black" if made.bright_on_black else ""
+    names = json.dumps(task.names, ensure_ascii=False)
+    output = f"logits: float32 [batch, {task.outputs}], in the order of classes; their softmax are"
+    output += " probabilities"
+    if about := about_task(task):
+        output = f"logits: float32 [batch, {task.outputs}], what {about['task']} predicts from,"
+        output += f" with mean {about['mean']} and std {about['std']}, of {names}"
+    pixels = f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, {colour}"
+    return {
+        "classes": names,
+        "input": f"{pixels}; the model itself normalises the pixels",
+        "preparation": preparation + (DIGITS if made.digit_photos else ""),
+        "output": output,
+    }
+
+
+def config_of(trained: TrainedModel) -> dict[str, Any]:
+    """Return config.json: what prepares an image for the weights in model.safetensors.
+
+    It is in timm's form too, which transformers reads, if timm builds the net with these weights.
+    """
+    made, task, numbers = trained.image_format, trained.task, about_task(trained.task)
+    about: dict[str, Any] = {"made_by": f"ddp_mnist {__version__}"}
+    about |= {"architecture": trained.architecture, "classes": task.names, "task": numbers or None}
+    about |= dict(zip(("channels", "height", "width"), made.shape, strict=True))
+    about |= (normalised := {"mean": made.mean, "std": made.std})
+    about |= {"bright_on_black": made.bright_on_black, "digit_photos": made.digit_photos}
+    about["preparation"] = metadata(trained)["preparation"]
+    found = IN_TIMM.fullmatch(trained.architecture)
+    if found and made.shape[0] == 3 and not numbers:
+        about |= {"architecture": found[1], "num_classes": task.outputs, "label_names": task.names}
+        size = {"num_classes": task.outputs, "input_size": made.shape, "fixed_input_size": False}
+        crop = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center"}
+        about["pretrained_cfg"] = {**size, **crop, **normalised}
+    return about
+
+
+def model_card(trained: TrainedModel, flags: Export) -> str:
+    """Return README.md as the Hugging Face Hub reads it.
+
+    Raise CheckpointError if summary.json or config.json of the run is missing or damaged.
+    """
+    found = dict[str, dict[str, Any]]()
+    for name in (folder.SUMMARY, folder.CONFIG):
+        with blame(str(file := Path(flags.run) / name), CheckpointError):
+            found[name] = files.read_json(file)
+    summary, recipe = found[folder.SUMMARY], found[folder.CONFIG]["recipe"]
+    weights = summary["weights"] or "random weights"
+    net = trained.architecture.partition(":")[2]
+    return render(
+        "model_card.md",
+        s=summary,
+        about=metadata(trained),
+        config=config_of(trained),
+        trained=trained,
+        flags=flags,
+        options=torchvision_options(net, trained.image_format.shape),
+        # where a file of weights lies is not for others
+        started=weights if re.search(r"^\w+_Weights\.|^random ", weights) else "a file of weights",
+        settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},
+        many=MANY_CLASSES,
+        wrong=wrong_on_purpose(summary["inject"]),
+        version=__version__,
+    )
