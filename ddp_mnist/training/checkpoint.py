@@ -26,12 +26,16 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
     tensors, numbers, texts, None, and lists and dicts of these. Raise StorageError if it cannot be
     written; the older ones are then unchanged.
     """
-    path = run / CHECKPOINTS / f"step-{step:08d}.pt"
+    path = file_of(run, step)
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, checkpoint.to_bytes(content))
         for old in newest_first(run)[keep:]:
             old.unlink(missing_ok=True)
+
+
+def file_of(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:08d}.pt"
 
 
 def newest_first(run: Path) -> list[Path]:

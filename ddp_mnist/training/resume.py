@@ -141,7 +141,8 @@ def load_latest(
         is_this_runs = (content["run_id"], reached) == (before["run_id"], step)
     if not is_this_runs:
         fault = "belongs to another run, or to another step"
-        raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
+        file = checkpoint.file_of(path, step)
+        raise CheckpointError(f"{file}: {fault}; move it elsewhere to use the one before")
     for flag_and_name, was in before["own_code"].items():
         flag, _, name = flag_and_name.partition(" ")
         own_code.check_unchanged(flag, name, was, where)

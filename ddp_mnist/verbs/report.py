@@ -93,7 +93,8 @@ def run(flags: Report) -> None:
 
 
 def read_run(path: Path) -> ReportedRun:
-    """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
+    """Return a run folder's content. Raise CheckpointError, which names a file that is damaged."""
+    config = folder.read_config(path)
     found, metrics = dict[str, dict[str, Any]](), path / folder.METRICS
     for name in (folder.STATUS, folder.SUMMARY):
         with blame(f"{path}/{name}", CheckpointError):
@@ -107,7 +108,6 @@ def read_run(path: Path) -> ReportedRun:
             raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
         # the last line of a run that was killed may be incomplete
         lines = [{**json.loads(line)} for line in raw.decode().split("\n")[:-1]]
-    config = folder.read_config(path)
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"

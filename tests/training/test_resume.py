@@ -376,7 +376,9 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(
     again = [resumed(config())]
     newest.with_name("step-00000025.pt").write_bytes(own)
     [line] = refusals(again, tmp_path, untouched=False)
-    assert line.startswith("step 25 of run: belongs to another run, or to another step; move it ")
+    assert line.startswith(
+        "run/checkpoints/step-00000025.pt: belongs to another run, or to another step; move it "
+    )
     theirs = checkpoint.from_bytes(own, newest) | {"run_id": "of another run"}
     checkpoint.save(run, 25, theirs | {"state": {"progress": {"step": 25}}}, keep=9)
     assert refusals(again, tmp_path, untouched=False) == [line]

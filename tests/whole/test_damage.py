@@ -112,7 +112,7 @@ def result_of(command: str, typed: Typed) -> tuple[int, str, list[str]]:
     "first",
     [pytest.param(n, marks=pytest.mark.soak if n >= 60 else ()) for n in range(0, HITS, AT_ONCE)],
 )
-def test_a_damaged_file_changes_no_result_in_silence(
+def test_fault_55_a_damaged_file_changes_no_result_in_silence(
     first: int, once: Callable[[str, Callable[[Path], None]], Path], typed: Typed
 ) -> None:
     whole = once("to-damage", lay)

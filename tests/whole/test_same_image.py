@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[str, Change, str, bool]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_never_counts_an_image_that_it_was_trained_on(
+def test_fault_57_a_run_never_counts_an_image_that_it_was_trained_on(
     change: str, here: Path, typed: Typed
 ) -> None:
     flag, make, suffix, is_known = CHANGES[change]
