@@ -133,7 +133,7 @@ def load_latest(
     now = saved_config(run, before["run_id"], earlier.path)
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
-    where = f"step {step} of {path}"
+    where = str(checkpoint.file_of(path, step))
     content = checkpoint.from_bytes(raw, where)
     with blame(f"{where}: is not from ddp_mnist", CheckpointError, "move it elsewhere"):
         reached = content["state"]["progress"]["step"]
@@ -141,8 +141,7 @@ def load_latest(
         is_this_runs = (content["run_id"], reached) == (before["run_id"], step)
     if not is_this_runs:
         fault = "belongs to another run, or to another step"
-        file = checkpoint.file_of(path, step)
-        raise CheckpointError(f"{file}: {fault}; move it elsewhere to use the one before")
+        raise CheckpointError(f"{where}: {fault}; move it elsewhere to use the one before")
     for flag_and_name, was in before["own_code"].items():
         flag, _, name = flag_and_name.partition(" ")
         own_code.check_unchanged(flag, name, was, where)

@@ -383,7 +383,10 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(
     checkpoint.save(run, 25, theirs | {"state": {"progress": {"step": 25}}}, keep=9)
     assert refusals(again, tmp_path, untouched=False) == [line]
     checkpoint.save(run, 25, {"weights": 1}, keep=9)
-    assert "step 25 of run: is not from ddp_mnist: KeyError" in refusals(again, tmp_path, False)[0]
+    assert (
+        "run/checkpoints/step-00000025.pt: is not from ddp_mnist: KeyError"
+        in refusals(again, tmp_path, False)[0]
+    )
     assert step < 25
 
 
