@@ -20,7 +20,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import SIXTEEN_BITS, TRANSPARENT, decode_image, facts_of, stored_pixels
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
-from ddp_mnist.data.listing import STORED_SPLITS, Listing
+from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
 from ddp_mnist.system.text import first_of, printable
@@ -61,7 +61,9 @@ def decode_all(
 
     for number, (pixels, key) in listing.each(decode, threads_for(largest)):
         images[number], keys[number] = pixels, key
-    broken = broken_files(listing, folder.with_suffix(".broken.txt"))
+    listing.notes += [*listing.outside(), *broken_files(listing, folder.with_suffix(".broken.txt"))]
+    if listing.classes and not options.for_evaluation:
+        listing.check_classes()  # again: a class may have lost its last image
 
     targets = np.concatenate([*listing.targets.values()])
     parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
@@ -72,6 +74,8 @@ def decode_all(
         fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
         raise DataError(f"{fault}; replace them")
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
+    if shape[0] == 3 and not options.for_evaluation and is_without_colour(images):
+        converted.append("no image has colour: --grey takes a third of the memory, and less time")
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
@@ -85,7 +89,7 @@ def decode_all(
             "characters": {*map(len, listing.classes)} == {1},
         },
         "digest": data_digest(images, targets, rows, [*listing.classes, *options.columns]),
-        "notes": [*listing.notes, *broken, *converted],
+        "notes": [*listing.notes, *converted],
         "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
     }
     return about, {"targets": targets, "keys": keys, "part": part, "sums": sums}
@@ -212,6 +216,13 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
     return sums, is_plain, is_of_strokes and all(dark[each].mean() > 0.9 for each in rows.values())
 
 
+def is_without_colour(images: Array) -> bool:
+    """Return whether images in RGB are all grey; the first block in colour ends the search."""
+    rows_at_once = max(1, BLOCK // math.prod(images.shape[1:]))
+    blocks = (images[row : row + rows_at_once] for row in range(0, len(images), rows_at_once))
+    return all((block == block[:, :1]).all() for block in blocks)
+
+
 def data_digest(images: Array, targets: Array, rows: RowsBySplit, names: list[str]) -> str:
     """Return the SHA-256 by which runs recognise a data set: of pixels, targets and names."""
     digest = hashlib.sha256(json.dumps(names).encode())
@@ -231,15 +242,16 @@ def warnings_about(
 
     It is test images that are in train, images in two classes, and classes of a single colour.
     """
-    found, every = list[str](), np.concatenate([*rows.values()])
+    found, every = [*listing.careful], np.concatenate([*rows.values()])
     train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
     if (shared := test[np.isin(keys[test], keys[train])]).size:
         those = f"{len(shared):,} of {len(test):,} test images are in train too"
         found.append(f"{those}{first_file(listing, shared)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
-    if (twice := order[1:][same]).size:
-        those = f"{len(twice):,} images lie in two classes"
+    twice = np.sort(order[np.isin(keys[order], keys[order[1:][same]])])
+    if twice.size:
+        those = f"{len(twice):,} images lie in two classes or more"
         found.append(f"{those}{first_file(listing, twice)}: decide on one")
     plain = every[is_plain[every]]
     of_class = np.bincount(labels[every])
@@ -252,4 +264,4 @@ def warnings_about(
 def first_file(listing: Listing, numbers: Array) -> str:
     """Return the first file of these images, as part of a sentence; "" if they have none."""
     file = listing.files.get(int(numbers[0]), "")
-    return f", as {printable(file.removeprefix(f'{Path.cwd()}/'))}" if file else ""
+    return f", as {shown_file(file, listing.folder)}" if file else ""

@@ -192,7 +192,8 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert (found := read(tmp_path)).classes == ["ant", "bee", "cat", "dog"]
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
-        "metadata.csv has no column file_name and label, and was not used",
+        "metadata.csv has no column file_name and label, only 'filename', 'camera', and was not"
+        " used",
         "2 of 20 images were left out, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]
@@ -262,8 +263,14 @@ IN_OTHER_ORDER = partial(save_to_disk, test_names="zyxw")
 MISTAKES: dict[str, tuple[Writer, Writer]] = {
     "ArrowInvalid: Parquet magic bytes not found": (write_parquet, cut(TRAIN_FILE, 900)),
     "no label column among image (": (write_parquet, rewritten("train", "test", label=None)),
-    "column label: row 0 has label None; give": (write_parquet, rewritten("test", label=None)),
-    "label 3; give a whole number from 0 to 2": (write_parquet, rewritten("train", names="xyz")),
+    "5 of 5 rows have no label in column label: row 0 has none, row 1": (
+        write_parquet,
+        rewritten("test", label=None),
+    ),
+    "3 of 12 rows have no index of a class in column label: row 3 is 3, row 7": (
+        write_parquet,
+        rewritten("train", names="xyz"),
+    ),
     "class 2 has images in test (row 2) and none in train": (write_parquet, WITHOUT_CLASS_2),
     "needs the split train, found: test;": (write_parquet, removed(TRAIN_FILE)),
     "train/bee is a link to a folder or to": (write_images, partial(linked, name="train/bee")),
@@ -293,7 +300,7 @@ def test_fault_26_a_fault_in_a_folder_is_named(words: str, tmp_path: Path) -> No
 
 def test_errors_name_a_folder_as_it_was_typed(here: Path) -> None:
     (write_images(here / "photos") / BEE).write_bytes(b"hello")
-    with pytest.raises(DataError, match=f"^--dataset photos: 1 of 17 .* be read: photos/{BEE} "):
+    with pytest.raises(DataError, match=f"^--dataset photos: 1 of 17 .* be read: {BEE} "):
         read("photos")
     with pytest.raises(DdpMnistError, match=r"^--dataset phtos: .*; did you mean photos\?$"):
         read("phtos")
