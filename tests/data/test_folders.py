@@ -207,6 +207,10 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     (own / "metadata.csv").write_text(f"file_name,label\n{rows}../pipe.png,cat\n")
     with pytest.raises(DataError, match=r"1 of 9 images .*/pipe.png \(not a regular file\)"):
         load(own)
+    (own / "metadata.csv").unlink()
+    os.mkfifo(own / "train-images-idx3-ubyte")
+    with pytest.raises(DataError, match="train-images-idx3-ubyte: not a regular file; fetch it a"):
+        load(own)
 
 
 def test_images_outside_are_counted_and_the_way_to_them_means_no_split(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import os
 import socket
@@ -5,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -230,6 +232,14 @@ def cut(name: str, size: int) -> Writer:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
+def with_header(*numbers: int) -> Writer:
+    def write(folder: Path) -> None:
+        content = (folder / IMAGES).read_bytes()[16:]
+        (folder / IMAGES).write_bytes(struct.pack(">4i", *numbers) + content)
+
+    return write
+
+
 def rewritten(*splits: str, names: str = "", **columns: Any) -> Writer:
     """Return what writes splits of a folder of parquet anew, with other columns."""
 
@@ -277,7 +287,11 @@ MISTAKES: dict[str, tuple[Writer, Writer]] = {
     "which folder is the class of train/00.png? put each image": (write_images, without_classes),
     "has a name that is not UTF-8; rename it": (write_images, not_in_utf_8),
     "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in": (save_to_disk, IN_OTHER_ORDER),
-    f"{IMAGES}: ValueError: cannot reshape": (write_idx, cut(IMAGES, -1)),
+    f"{IMAGES}: has not the 9,408 bytes that its header says; fetch": (write_idx, cut(IMAGES, -1)),
+    f"{IMAGES}: its header is 00000b03": (write_idx, with_header(0xB03, TRAIN, 28, 28)),
+    f"{IMAGES}: its header is 00000803 ffffffff": (write_idx, with_header(0x803, -1, 28, 28)),
+    f"{IMAGES}: has not the 784 bytes": (write_idx, with_header(0x803, 1, 28, 28)),
+    f"{IMAGES}: has not the 1,683,627,179,248": (write_idx, with_header(0x803, 2**31 - 1, 28, 28)),
     "has only 3 of MNIST's four IDX files; fetch": (write_idx, removed(IDX_LABELS)),
     "5 images but 1 labels;": (write_idx, partial(write_idx, test_labels=[1])),
 }
@@ -296,6 +310,16 @@ def test_fault_26_a_fault_in_a_folder_is_named(words: str, tmp_path: Path) -> No
     assert message.startswith(f"ddp-mnist: error: --dataset {folder}: ")
     assert "\n" not in message and message.endswith(" (code 3)")
     assert words in message
+
+
+def test_no_more_of_a_packed_file_is_unpacked_than_its_header_says(tmp_path: Path) -> None:
+    file = write_idx(tmp_path, gz=True) / f"{IMAGES}.gz"
+    file.write_bytes(gzip.compress(struct.pack(">4i", 0x803, 10, 28, 28) + bytes(50_000_000)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"ubyte.gz: has not the 7,840 bytes that its header says"):
+        read(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
 
 
 def test_errors_name_a_folder_as_it_was_typed(here: Path) -> None:
