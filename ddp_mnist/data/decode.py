@@ -32,8 +32,9 @@ TURNS = {
 }
 
 HEIF = (".heic", ".heif")  # a phone's photos
+LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file of Git LFS
 NO_IMAGE = {  # what often has the name of an image, by how it begins
-    b"version https://git-lfs": "a pointer of Git LFS: git lfs pull",
+    LFS: "a pointer of Git LFS: git lfs pull",
     b"<": "a web page or other text: fetch the image again",
 }
 HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -188,9 +189,9 @@ def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Pa
     tables add blanks at the ends. `known` are paths in the folder, which need no look.
     """
     forms = (unicodedata.normalize(f, x) for x in (name, name.strip()) for f in ("NFC", "NFD"))
-    paths = [within(folder, beside / each) for each in dict.fromkeys((name, name.strip(), *forms))]
-    is_there = (path for path in paths if path in known or os.path.exists(Path(folder, path)))  # noqa: PTH110 # raises nothing
-    return next(is_there, paths[0])
+    paths = (within(folder, beside / each) for each in itertools.chain((name, name.strip()), forms))
+    there = (x for x in paths if x in known or os.path.exists(Path(folder, x)))  # noqa: PTH110 # raises nothing
+    return next(there, within(folder, beside / name))
 
 
 def within(folder: str, path: Path) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data.decode import LFS
 from ddp_mnist.data.listing import (
     LABELS,
     Cell,
@@ -91,9 +92,15 @@ def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
 
 
 def has_images(file: Path) -> bool:
-    """Return whether a parquet file may hold images: has a column of that name, or of structs."""
+    """Return whether a parquet file may hold images: has a column of that name, or of structs.
+
+    Raise OSError for a pointer of Git LFS.
+    """
     from pyarrow.parquet import read_schema
 
+    with file.open("rb") as opened:
+        if opened.read(len(LFS)) == LFS:
+            raise OSError(None, f"{file.name} is a pointer of Git LFS: git lfs pull")
     return any(field.name in NAMES["image"] or field.type.num_fields for field in read_schema(file))
 
 

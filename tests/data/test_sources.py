@@ -268,6 +268,11 @@ def linked(folder: Path, name: str) -> None:
     (folder / name).symlink_to(folder.with_name("away"))
 
 
+def pointers(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1734\n")
+
+
 WITHOUT_CLASS_2 = rewritten("train", label=[0, 1, 3] * 4)
 IN_OTHER_ORDER = partial(save_to_disk, test_names="zyxw")
 MISTAKES: dict[str, tuple[Writer, Writer]] = {
@@ -292,6 +297,7 @@ MISTAKES: dict[str, tuple[Writer, Writer]] = {
     f"{IMAGES}: its header is 00000803 ffffffff": (write_idx, with_header(0x803, -1, 28, 28)),
     f"{IMAGES}: has not the 784 bytes": (write_idx, with_header(0x803, 1, 28, 28)),
     f"{IMAGES}: has not the 1,683,627,179,248": (write_idx, with_header(0x803, 2**31 - 1, 28, 28)),
+    "parquet is a pointer of Git LFS: git lfs pull": (write_parquet, pointers),
     "has only 3 of MNIST's four IDX files; fetch": (write_idx, removed(IDX_LABELS)),
     "5 images but 1 labels;": (write_idx, partial(write_idx, test_labels=[1])),
 }
