@@ -154,7 +154,7 @@ def check_cells(at: str, cells: Sequence[Any], check: Check, places: Sequence[st
     is_right, what, fix = check
     if bad := [number for number, cell in enumerate(cells) if not is_right(cell)]:
         first = ((places[n] if places else f"row {n}", cells[n]) for n in bad[:4])
-        told = [f"{at} has none" if x is None else f"{at} is {reprlib.repr(x)}" for at, x in first]
+        told = [f"{n} has none" if x is None else f"{n} is {reprlib.repr(x)}" for n, x in first]
         rows = f"{len(bad):,} of {len(cells):,} rows {'has' if len(bad) == 1 else 'have'}"
         raise DataError(f"{at}: {rows} {what}: {', '.join(first_of(told, 3))}; {fix}")
 

@@ -191,7 +191,7 @@ def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Pa
     forms = (unicodedata.normalize(f, x) for x in (name, name.strip()) for f in ("NFC", "NFD"))
     paths = (within(folder, beside / each) for each in itertools.chain((name, name.strip()), forms))
     there = (x for x in paths if x in known or os.path.exists(Path(folder, x)))  # noqa: PTH110 # raises nothing
-    return next(there, within(folder, beside / name))
+    return next(there, None) or within(folder, beside / name)
 
 
 def within(folder: str, path: Path) -> Path:
