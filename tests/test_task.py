@@ -167,19 +167,19 @@ def test_what_does_not_fit_is_refused(spots: Path, typed: Typed) -> None:
 
 def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
     for row, words in (
-        ("0.png,,2", "column x is ''; give a number below 3e"),
-        ("0.png,nan,2", "column x is 'nan'; give a number"),
-        ("0.png,1,1e39", "column y is '1e39'; give a number"),
+        ("0.png,,2", "column x: line 2 is ''; give numbers below 3e"),
+        ("0.png,nan,2", "column x: line 2 is 'nan'; give numbers"),
+        ("0.png,1,1e39", "column y: line 2 is '1e39'; give numbers"),
     ):
         write_table(spots, [row.split(",")])
-        with pytest.raises(DataError, match=rf"metadata.csv: 0.png, {words}"):
+        with pytest.raises(DataError, match=f"metadata.csv: 1 of 1 rows has no number in {words}"):
             read(spots)
 
 
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_table(spots, [["0.png", 1]], "file_name x")
-    there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, "
-    with pytest.raises(DataError, match=f"{there}and was not used; add what is missing$"):
+    there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, only "
+    with pytest.raises(DataError, match=f"{there}.*, and was not used; add what is missing$"):
         read(spots)
     without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
     with pytest.raises(DataError, match=f"{without_a_task}.*, give --task MODULE:CLASS$"):

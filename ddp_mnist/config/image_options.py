@@ -27,8 +27,8 @@ class ImageOptions:
         image_size, grey, test_size = flags["image_size"], flags["grey"], flags.get("test_size")
         if image_size is None:
             return cls(None, grey, test_size)
-        sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)
-        if not sides or "0" in (sides[1], sides[2]):
+        sides = re.fullmatch("([0-9]{1,4})(?:x([0-9]{1,4}))?", image_size)
+        if not sides or 0 in map(int, filter(None, sides.groups())):
             raise UsageError(
                 f"--image-size {image_size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
             )

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
+import PIL.PngImagePlugin
 from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
 from ddp_mnist.errors import DataError
-from ddp_mnist.system.text import reason
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
@@ -32,7 +32,15 @@ TURNS = {
 }
 
 HEIF = (".heic", ".heif")  # a phone's photos
+LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file of Git LFS
+NO_IMAGE = {  # what often has the name of an image, by how it begins
+    LFS: "a pointer of Git LFS: git lfs pull",
+    b"<": "a web page or other text: fetch the image again",
+}
 HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read
+# Texts and colour profiles of PNG, in bytes: editors write more than Pillow's 1 MB.
+PIL.PngImagePlugin.MAX_TEXT_CHUNK = 2**26
+PIL.PngImagePlugin.MAX_TEXT_MEMORY = 2**27
 
 
 @functools.cache
@@ -52,13 +60,19 @@ def image_endings() -> frozenset[str]:
     return frozenset(ending for ending, kind in endings if kind in readable).union(HEIF)
 
 
-def why_unread(file: str, error: Exception) -> str:
-    """Return, in a few words, why Pillow cannot read an image; `file` is its name."""
-    if not isinstance(error, PIL.UnidentifiedImageError):
-        return reason(error)
-    if file.lower().endswith(HEIF):
+def regular(path: Path) -> Path:
+    """Return the path of a file to open. Raise OSError for a pipe: to open one may never end."""
+    if not path.is_file() and path.exists() and not path.is_dir():
+        raise OSError(None, "not a regular file")
+    return path
+
+
+def why_unread(name: str, start: bytes) -> str:
+    """Return, in a few words, why Pillow does not know a file, given its name and first bytes."""
+    if name.lower().endswith(HEIF):
         return "of a format that needs: pip install pillow-heif"
-    return "of no format that Pillow knows"
+    known = (what for sign, what in NO_IMAGE.items() if start.lstrip().startswith(sign))
+    return next(known, "of no format that Pillow knows")
 
 
 @contextlib.contextmanager
@@ -66,18 +80,23 @@ def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Imag
     """Open an image file, given its path or its content, or an array of pixels.
 
     The caller filters Pillow's warnings: threads would undo each other's filters.
+    Raise DataError for a file of another kind, OSError, or any of Pillow's errors.
     """
     register_heif()
     if isinstance(file, np.ndarray):
         yield PIL.Image.fromarray(file)
         return
+    name = "" if isinstance(file, bytes) else str(file)
     # A stream: given a path, Pillow maps an uncompressed file into memory, and misreads the rows of
     # a TIFF that EXIF turns on its side.
-    with (
-        io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb") as stream,
-        PIL.Image.open(stream) as image,
-    ):
-        yield image
+    with io.BytesIO(file) if isinstance(file, bytes) else regular(Path(file)).open("rb") as stream:
+        try:
+            opened = PIL.Image.open(stream)
+        except PIL.UnidentifiedImageError as error:
+            stream.seek(0)
+            raise DataError(why_unread(name, stream.read(100))) from error
+        with opened as image:
+            yield image
 
 
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
@@ -138,12 +157,16 @@ def as_seen(image: PIL.Image.Image) -> PIL.Image.Image:
 def opaque(image: PIL.Image.Image) -> PIL.Image.Image:
     """Return a loaded image in 8 bits, the upper ones of 16; transparent parts become white.
 
-    They become black if all that is visible is white. Raise DataError for mode F.
+    They become black if all that is visible is white. Raise DataError for mode F, and for values
+    that 16 bits cannot hold.
     """
     if image.mode == "F":
         raise DataError("mode F has no fixed range: save 8-bit images")
     if image.mode.startswith("I"):  # convert("L") would make all above 255 white
         deep, clear = np.asarray(image), image.info.get("transparency")
+        if (low := deep.min()) < 0 or deep.max() >= 2**16:
+            fault = f"values from {low:,} to {deep.max():,} do not fit 16 bits"
+            raise DataError(f"{fault}: scale them to 0 to 65535")
         image = PIL.Image.fromarray((deep // 256).clip(0, 255).astype(np.uint8))
         if clear is not None:  # a value of 16 bits
             image.putalpha(PIL.Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))

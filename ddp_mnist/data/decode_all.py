@@ -28,7 +28,7 @@ from ddp_mnist.data.decode import (
 )
 from ddp_mnist.data.held_out import key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
-from ddp_mnist.data.listing import STORED_SPLITS, Listing
+from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
 from ddp_mnist.system.text import first_of, printable
@@ -62,17 +62,20 @@ def decode_all(
         listing.check_classes()
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
-    keys, decoded_keys = np.zeros((2, len(listing)), np.uint64)
+    keys, decoded_keys, has_colour = np.zeros((3, len(listing)), np.uint64)
 
-    def decode(image: PIL.Image.Image) -> tuple[Array, int, int]:
+    def decode(image: PIL.Image.Image) -> tuple[Array, int, int, bool]:
         whole = as_seen(image)
         pixels, seen = in_shape(whole, shape), pixels_of(whole)
         decoded, key = without_equal_channels(pixels.transpose(1, 2, 0)), key_of(seen)
-        return pixels, key, key if decoded.shape == seen.shape else key_of(decoded)
+        decoded_key = key if decoded.shape == seen.shape else key_of(decoded)
+        return pixels, key, decoded_key, decoded.ndim == 3
 
     for number, found in listing.each(decode, threads_for(largest)):
-        images[number], keys[number], decoded_keys[number] = found
-    broken = broken_files(listing, folder.with_suffix(".broken.txt"))
+        images[number], keys[number], decoded_keys[number], has_colour[number] = found
+    listing.notes += [*listing.outside(), *broken_files(listing, folder.with_suffix(".broken.txt"))]
+    if listing.classes and not options.for_evaluation:
+        listing.check_classes()  # again: a class may have lost its last image
 
     targets = np.concatenate([*listing.targets.values()])
     parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
@@ -83,6 +86,8 @@ def decode_all(
         fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
         raise DataError(f"{fault}; replace them")
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
+    if shape[0] == 3 and not options.for_evaluation and not has_colour.any():
+        converted.append("no image has colour: --grey takes a third of the memory, and less time")
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
@@ -96,7 +101,7 @@ def decode_all(
             "characters": {*map(len, listing.classes)} == {1},
         },
         "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
-        "notes": [*listing.notes, *broken, *converted],
+        "notes": [*listing.notes, *converted],
         "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
     }
     arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
@@ -249,15 +254,16 @@ def warnings_about(
 
     It is test images that are in train, images in two classes, and classes of a single colour.
     """
-    found, every = list[str](), np.concatenate([*rows.values()])
+    found, every = [*listing.careful], np.concatenate([*rows.values()])
     train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
     if (shared := test[np.isin(keys[test], keys[train])]).size:
         those = f"{len(shared):,} of {len(test):,} test images are in train too"
         found.append(f"{those}{first_file(listing, shared)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
-    if (twice := order[1:][same]).size:
-        those = f"{len(twice):,} images lie in two classes"
+    twice = np.sort(order[np.isin(keys[order], keys[order[1:][same]])])
+    if twice.size:
+        those = f"{len(twice):,} images lie in two classes or more"
         found.append(f"{those}{first_file(listing, twice)}: decide on one")
     plain = every[is_plain[every]]
     of_class = np.bincount(labels[every])
@@ -270,4 +276,4 @@ def warnings_about(
 def first_file(listing: Listing, numbers: Array) -> str:
     """Return the first file of these images, as part of a sentence; "" if they have none."""
     file = listing.files.get(int(numbers[0]), "")
-    return f", as {printable(file.removeprefix(f'{Path.cwd()}/'))}" if file else ""
+    return f", as {shown_file(file, listing.folder)}" if file else ""

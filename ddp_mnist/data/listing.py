@@ -1,29 +1,32 @@
 """What a source lists: the images of each split and their labels, before anything is decoded."""
 
 import contextlib
-import math
+import os
+import reprlib
 import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EISDIR, ENOENT, ENOTDIR
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import open_image, why_unread
+from ddp_mnist.data.decode import open_image
 from ddp_mnist.errors import DataError
-from ddp_mnist.system.text import joined, reason, shown_name
+from ddp_mnist.system.text import count, first_of, joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test")
 LABELS = ("label", "labels")  # names of the column
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
+MOST_APART = 0.9  # of a column's numbers: a few of many random ones are equal in float32 by chance
 
 Cell = str | bytes | np.ndarray | None  # an image file's path or content, or its pixels
+# Of a column's cells: which are right, what the rows of others have, and what to do
+Check = tuple[Callable[[Any], bool], str, str]
 Split = TypeVar("Split", bound=Collection[Any])
 
 
@@ -38,26 +41,45 @@ class Listing:
     classes: list[str]  # [] if targets are numbers
     notes: list[str]  # for the user, one sentence each
     column: str = ""  # the table's column of files or paths
-    files: dict[int, str] = field(default_factory=dict)  # path by number, of those in a file
+    folder: str = ""  # in which the files lie, unless they are named otherwise
+    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
+    # Paths by number, of images that are files, and by numbers below 0 of the tables
+    files: dict[int, str] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)  # name and reason, by number
 
     def __len__(self) -> int:
         return sum(map(len, self.targets.values()))
 
     def check_classes(self) -> None:
-        """Raise DataError if there are too many classes, or one, or if test has one of its own."""
+        """Raise DataError if there are too many classes, or one, or if test has one of its own.
+
+        Images that are known to be broken do not count.
+        """
         if not 2 <= len(self.classes) <= MAX_CLASSES:
             names = joined(map(shown_name, self.classes), 80)
             fault = f"{self.typed}: has {len(self.classes):,} classes ({names})"
             raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
-        if not self.targets.keys() >= {*STORED_SPLITS}:
-            return
-        test = self.targets["test"]
-        if (unseen := np.flatnonzero(~np.isin(test, self.targets["train"]))).size:
+        labels = np.concatenate([*self.targets.values()])
+        every, labels[[*self.broken]] = {*labels.tolist()}, -1
+        ends = np.cumsum([len(each) for each in self.targets.values()])
+        read = dict(zip(self.targets, np.split(labels, ends[:-1]), strict=True))
+        test = read.get("test", np.arange(0))
+        unseen = np.flatnonzero((test >= 0) & ~np.isin(test, read.get("train", test)))
+        if unseen.size:
             row, label = unseen[0], shown_name(self.classes[test[unseen[0]]])
             fault = f"{self.typed}: class {label} has images in test (row {row}) and none in train"
             fix = "add some to train, or correct the labels"
             raise DataError("; ".join([fault, *self.notes, fix]))
+        if lost := every - {*labels.tolist()}:
+            fault = f"no image of class {shown_name(self.classes[min(lost)])} can be read"
+            fix = "replace them, or take the class out"
+            raise DataError("; ".join([f"{self.typed}: {fault}", *self.notes, fix]))
+
+    def outside(self) -> list[str]:
+        """Return a note on images that do not lie in the folder, if any."""
+        images = (os.path.normpath(x) for n, x in self.files.items() if n >= 0 and self.folder)
+        away = sum(not file.startswith(f"{self.folder}/") for file in images)
+        return [f"{count(away, 'image')} lie{'s' * (away == 1)} outside the folder"] if away else []
 
     def each(
         self, function: Callable[[PIL.Image.Image], Any], threads: int = 1
@@ -72,7 +94,7 @@ class Listing:
             name = f"split {split}, column {self.column}: row {row}"
             if isinstance(cell, str):
                 self.files[number] = cell
-                name = cell.removeprefix(f"{Path.cwd()}/")
+                name = shown_file(cell, self.folder)
             try:
                 if cell is None:
                     raise ValueError("its cell is empty")
@@ -82,7 +104,7 @@ class Listing:
                 may_pass = getattr(error, "errno", None) not in (None, ENOENT, EISDIR, ENOTDIR)
                 if may_pass or isinstance(error, MemoryError):
                     raise DataError(f"{self.typed}: {name}: {reason(error)}") from error
-                self.broken[number] = f"{name} ({why_unread(name, error)})"
+                self.broken[number] = f"{name} ({reason(error)})"
 
         every = ((split, *each) for split in self.images for each in enumerate(self.images[split]))
         rest = ((n, *each) for n, each in enumerate(every) if n not in self.broken)
@@ -92,6 +114,13 @@ class Listing:
         pool = Parallel(threads, "threading", return_as="generator", pre_dispatch="4 * n_jobs")
         with warnings.catch_warnings(action="ignore"):
             yield from filter(None, pool(delayed(open_one)(*each) for each in rest))
+
+
+def shown_file(file: str, folder: str) -> str:
+    """Return the name of a file for people: relative to the folder, and without the home folder."""
+    home = os.path.expanduser("~")  # noqa: PTH111 # raises nothing
+    inside = file.removeprefix(f"{folder}/")
+    return shown_name(f"~{inside[len(home) :]}" if inside.startswith(f"{home}/") else inside)
 
 
 def choose_splits(
@@ -117,14 +146,61 @@ def choose_splits(
     return splits, notes
 
 
-def number_in(value: Any, at: str) -> float:
-    """Return a cell of a column of numbers. Raise DataError, which begins with `at`."""
-    found = math.nan
-    with contextlib.suppress(TypeError, ValueError):
-        found = float(value)
-    if not abs(found) < LARGEST:  # nor if it is NaN
-        raise DataError(f"{at} is {value!r}; give a number below {LARGEST:.1g}")
-    return found
+def check_cells(at: str, cells: Sequence[Any], check: Check, places: Sequence[str] = ()) -> None:
+    """Raise DataError, which begins with `at`, unless all cells are right.
+
+    It counts those that are not, and names the first three by their places, or else by their rows.
+    """
+    is_right, what, fix = check
+    if bad := [number for number, cell in enumerate(cells) if not is_right(cell)]:
+        first = ((places[n] if places else f"row {n}", cells[n]) for n in bad[:4])
+        told = [f"{n} has none" if x is None else f"{n} is {reprlib.repr(x)}" for n, x in first]
+        rows = f"{len(bad):,} of {len(cells):,} rows {'has' if len(bad) == 1 else 'have'}"
+        raise DataError(f"{at}: {rows} {what}: {', '.join(first_of(told, 3))}; {fix}")
+
+
+def is_label(cell: Any) -> bool:
+    """Return whether a cell is a word or a whole number from 0."""
+    return bool(cell) if isinstance(cell, str) else isinstance(cell, int) and cell >= 0
+
+
+def is_number(cell: Any) -> bool:
+    """Return whether float32 can hold a cell as a number."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return abs(float(cell)) < LARGEST  # nor if it is NaN
+    return False
+
+
+def number_check(column: str) -> Check:
+    fix = f"give numbers below {LARGEST:.1g}, or delete these rows"
+    return is_number, f"no number in column {column}", fix
+
+
+def label_check(column: str, names: Sequence[str] = ()) -> Check:
+    """Return the check of a label: a word or a whole number, or an index of `names`."""
+    if names:
+        fix = f"give whole numbers from 0 to {len(names) - 1}"
+        return range(len(names)).__contains__, f"no index of a class in column {column}", fix
+    fix = "give words or whole numbers from 0, or delete these rows"
+    return is_label, f"no label in column {column}", fix
+
+
+def number_columns(
+    found: Mapping[str, Sequence[Sequence[Any]]], typed: str, names: Sequence[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return each split's columns of numbers as float32 [N, columns], and sentences on what is lost
+    thereby. Raise DataError for other cells.
+    """
+    for split, columns in found.items():
+        for name, cells in zip(names, columns, strict=True):
+            check_cells(f"{typed}: split {split}", cells, number_check(name))
+    numbers, lost = {split: np.array(each, float) for split, each in found.items()}, list[str]()
+    for name, every in zip(names, np.concatenate([*numbers.values()], axis=1), strict=True):
+        before, after = (len(np.unique(every.astype(kind))) for kind in (float, np.float32))
+        if after < MOST_APART * before:
+            those = f"column {name} has {before:,} different numbers, and {after:,} in float32"
+            lost.append(f"{those}: subtract their mean")
+    return {split: each.T.astype(np.float32) for split, each in numbers.items()}, lost
 
 
 def number_labels(
@@ -135,14 +211,8 @@ def number_labels(
     Labels are words, whole numbers or truth values; the classes are those that occur, sorted. If
     `names` declares the classes, labels are indices of these. Raise DataError for any other label.
     """
-    last = len(names) - 1
-    legal = f"a whole number from 0 to {last}" if names else "a word, or a whole number from 0"
     for split, values in labels.items():
-        for row, value in enumerate(values):
-            is_one = isinstance(value, int) and 0 <= value <= (last if names else value)
-            if not is_one and (names or not value or not isinstance(value, str)):
-                at = f"{typed}: split {split}, column {column}: row {row}"
-                raise DataError(f"{at} has label {value!r}; give {legal}")
+        check_cells(f"{typed}: split {split}", values, label_check(column, names))
     if names:
         return {split: np.asarray(values, np.int64) for split, values in labels.items()}, [*names]
     # NFC: macOS composes accents in another way, and both look alike.

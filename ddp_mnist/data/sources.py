@@ -14,9 +14,11 @@ from typing import Any
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.folders import is_metadata, list_folder, paths_in
+from ddp_mnist.data.decode import regular
+from ddp_mnist.data.folders import list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
+from ddp_mnist.data.metadata import is_metadata
 from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.text import did_you_mean, printable
 
@@ -50,8 +52,12 @@ class Source:
 
     def _folder(self, options: ImageOptions) -> Listing:
         """Return the tables in a folder, or else its images."""
-        parquet = [p for p in self.paths if p.suffix == ".parquet" and not is_metadata(p)]
-        has_tables = any(tables.has_images(Path(self.place, path)) for path in parquet[:1])
+        for path in self.paths:
+            with blame(f"{self.typed}: {path}", DataError, "take it out of the folder"):
+                regular(Path(self.place, path))
+        found = (Path(self.place, p) for p in self.paths if p.suffix == ".parquet")
+        parquet = (path for path in found if path.is_file() and not is_metadata(path))
+        has_tables = any(map(tables.has_images, itertools.islice(parquet, 1)))
         listing = None
         if not has_tables and not tables.is_saved(self.place):
             listing = list_folder(self.typed, self.place, self.paths, options)
@@ -67,6 +73,7 @@ class Source:
     def fingerprint(self) -> str:
         """A hash of name, size and time of each file of a folder, which change when the data do.
 
+        Tools may keep size and time: of metadata files, which are small, it has the content too.
         Empty for what is no folder, and does not change.
         """
         if self.kind != "folder":
@@ -74,8 +81,9 @@ class Source:
         with blame(self.typed, DataError):
             places = [Path(self.place, path) for path in self.paths]
             linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
-            files = {path for path in itertools.chain(places, *linked) if path.is_file()}
-            facts: list[Any] = [*map(_fact, sorted(files))]
+            files = sorted({path for path in itertools.chain(places, *linked) if path.is_file()})
+            contents = [path.read_bytes() for path in filter(is_metadata, files)]
+            facts = [*map(_fact, files), *(hashlib.sha256(each).hexdigest() for each in contents)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def facts_outside(self, files: Iterable[str]) -> list[Any]:

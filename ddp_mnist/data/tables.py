@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.listing import LABELS, Cell, Listing, choose_splits, number_in, number_labels
+from ddp_mnist.data.decode import LFS
+from ddp_mnist.data.listing import (
+    LABELS,
+    Cell,
+    Listing,
+    choose_splits,
+    number_columns,
+    number_labels,
+)
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.system.text import causes, joined, reason
 
 HUB_TIMEOUT_S = 5.0
@@ -26,6 +33,7 @@ OFFLINE_FIX = (
     " digits (--dataset digits)"
 )
 FOLDER_FIX = "give images in train/CLASS/ and test/CLASS/, or whole parquet files of one kind"
+FILES = ("binary", "large_binary", "string", "large_string")  # types of their content or path
 NAMES = {"image": ("image", "images", "img", "pixels", "pixel_values"), "label": LABELS}
 
 
@@ -77,24 +85,36 @@ def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
         # The library's Arrow copy is only needed until the images are decoded. It is mapped, not
         # read: a file that was removed exists as long as it is mapped.
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
-            table = read_tables(folder, place)
-    return list_table(table, typed, options, folder)
+            table, files = read_tables(folder, place)
+    listing = list_table(table, typed, options, folder)
+    listing.files = {-number: file for number, file in enumerate(files, start=1)}
+    return listing
 
 
 def has_images(file: Path) -> bool:
-    """Return whether a parquet file may hold images: has a column of that name, or of structs."""
+    """Return whether a parquet file may hold images: has a column of that name, or of structs.
+
+    Raise OSError for a pointer of Git LFS.
+    """
     from pyarrow.parquet import read_schema
 
+    with file.open("rb") as opened:
+        if opened.read(len(LFS)) == LFS:
+            raise OSError(None, f"{file.name} is a pointer of Git LFS: git lfs pull")
     return any(field.name in NAMES["image"] or field.type.num_fields for field in read_schema(file))
 
 
 def is_saved(folder: str) -> bool:
-    """Return whether `save_to_disk` wrote the folder."""
-    return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json"))
+    """Return whether `save_to_disk` wrote the folder: other tools have a state.json too."""
+    is_one = all(Path(folder, name).is_file() for name in ("state.json", "dataset_info.json"))
+    several = Path(folder, "dataset_dict.json")
+    return is_one or (several.is_file() and "splits" in read_if_whole(several))
 
 
-def read_tables(folder: str, scratch: str) -> Any:
-    """Return the tables that `load_dataset` finds in a folder, in as little memory as they need."""
+def read_tables(folder: str, scratch: str) -> tuple[Any, list[str]]:
+    """Return the tables that `load_dataset` finds in a folder, in as little memory as they need,
+    and their files, which README.md may name elsewhere.
+    """
     import datasets
     import pyarrow as pa
     from pyarrow.dataset import ParquetFragmentScanOptions
@@ -107,7 +127,7 @@ def read_tables(folder: str, scratch: str) -> Any:
     # A card may count rows that are gone; the rows that are there are counted here.
     builder.download_and_prepare(verification_mode="no_checks")
     pa.default_memory_pool().release_unused()
-    return builder.as_dataset()
+    return builder.as_dataset(), [x for each in builder.config.data_files.values() for x in each]
 
 
 def list_table(
@@ -125,27 +145,21 @@ def list_table(
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
             fault = f"{typed}: column {column} is {kind} in train and {other} in test"
             raise DataError(f"{fault}; give both the same type and the same names")
-    found = dict[str, list[list[Any]]]()
+    found, classes, careful = dict[str, list[list[Any]]](), list[str](), list[str]()
     for split, rows in splits.items():
         if len(rows) == 0:
             raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
     if options.columns:
-        targets, classes = dict[str, np.ndarray](), list[str]()
-        for split, columns in found.items():
-            at = f"{typed}: split {split}, column"
-            numbers = [
-                [number_in(x, f"{at} {name}: row {row}") for row, x in enumerate(column)]
-                for name, column in zip(targets_in, columns, strict=True)
-            ]
-            targets[split] = np.array(numbers, np.float32).T
+        targets, careful = number_columns(found, typed, targets_in)
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
         labels = {split: column for split, [column] in found.items()}
         targets, classes = number_labels(labels, typed, targets_in[0], names)
     cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
-    return Listing(typed, cells, targets, classes, notes + unused, image_column)
+    notes += unused
+    return Listing(typed, cells, targets, classes, notes, image_column, folder or "", careful)
 
 
 def find_columns(
@@ -156,14 +170,15 @@ def find_columns(
     The targets are in `columns`, else in a label column. If several qualify, the first in the order
     of NAMES is used, else the first in the table.
     """
-    from datasets import ClassLabel, Image
+    from datasets import ClassLabel, Image, Value
 
     found: dict[str, list[str]] = {what: [] for what in ("image", *(columns or ("label",)))}
     for name, kind in rows.features.items():
         # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
         # have their files' bytes, or their paths.
         is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
-        if is_image or name in NAMES["image"]:
+        is_image |= name in NAMES["image"] and isinstance(kind, Value) and kind.dtype in FILES
+        if is_image:
             found["image"].append(name)
         if name in columns:
             found[name].append(name)

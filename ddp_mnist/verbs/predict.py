@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data import folders
-from ddp_mnist.data.decode import decode_image, open_image, why_unread
+from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.files import check_place, storage_errors
-from ddp_mnist.system.text import as_json, printable, shown_name
+from ddp_mnist.system.text import as_json, printable, reason, shown_name
 from ddp_mnist.training import model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
@@ -179,7 +179,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        raise DataError(why_unread(file.name, error)) from error
+        raise DataError(reason(error)) from error
 
 
 # --- The picture that --show writes

@@ -77,7 +77,8 @@ WRONG_FORMS: dict[str, list[str]] = {
     ],
     f"--model {{}}: {NETS_LEGAL} or MODULE:NAME; did you mean cnn?": ["cn"],
     f"--image-size {{}}: {SIZE_LEGAL}": [
-        *("0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8")
+        *("0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8"),
+        *("00", "0000x5", "5x000", "\u0660", "\u0662\u0668"),
     ],
 }
 

@@ -1,6 +1,7 @@
 """Image files are opened by several threads, in order, and all broken ones are named at once."""
 
 import re
+import shutil
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import pyarrow as pa
 import pytest
+from PIL.PngImagePlugin import PngInfo
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import decode_all
@@ -18,6 +21,7 @@ from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import read_image
 from tests.data_sets import (
     DRAWN,
+    TRAIN,
     cells_of,
     encoded,
     flat,
@@ -54,15 +58,15 @@ def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: P
     own, kinds = write_noise(tmp_path / "own", *flat()), BROKEN | {"floats": FLOATS}
     for kind, content in kinds.items():
         (own / "cat" / f"{kind}.jpg").write_bytes(content)
-    a_text, cut_short, empty, floats = (f"{own}/cat/{kind}.jpg" for kind in sorted(kinds))
+    a_text, cut_short, empty, floats = (f"cat/{kind}.jpg" for kind in sorted(kinds))
     assert refused(own) == (
         f"--dataset {own}: 4 of 16 images cannot be read: {a_text} {UNKNOWN},"
         f" {cut_short} {TRUNCATED}, {empty} {UNKNOWN}, {floats} (mode F has no fixed range: save"
         " 8-bit images); replace them or move them out of the folder"
     )
     for file in (a_text, cut_short, floats):
-        Path(file).unlink()
-    noise(99).save(empty)
+        (own / file).unlink()
+    noise(99).save(own / empty)
     assert len(read(own, DRAWN).targets) == 13
 
 
@@ -86,10 +90,95 @@ def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
     for file in own.rglob("*.png"):
         file.write_bytes(content)
     message = refused(own)
-    assert f"{own}: 123 of 123 images cannot be read: {own}/cat/0.png (" in message
+    assert f"{own}: 123 of 123 images cannot be read: cat/0.png (" in message
     assert message.count(".png (") == SHOWN
     [place] = re.findall(r"\), \.\.\. \(all are in (.*)\); replace them or move them out", message)
     assert len(Path(place).read_text().splitlines()) == 123
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1734\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><head>"
+
+
+def deep(low: int, high: int, kind: str) -> bytes:
+    return encoded(PIL.Image.fromarray(np.array([[low, high]] * 8, kind)), "TIFF")
+
+
+NO_IMAGES = {
+    "a pointer of Git LFS: git lfs pull": POINTER,
+    "a web page or other text: fetch the image again": PAGE,
+    "values from 100,000 to 900,000 do not fit 16 bits: scale them to 0 to 65535": deep(
+        100_000, 900_000, "i4"
+    ),
+    "values from -1,000 to -200 do not fit 16 bits: scale": deep(-1000, -200, "i2"),
+}
+
+
+@pytest.mark.parametrize("why", NO_IMAGES)
+def test_what_has_an_images_name_and_is_none_that_can_be_used_is_told(
+    why: str, tmp_path: Path
+) -> None:
+    own = write_noise(tmp_path / "own", *flat())
+    (own / "cat" / "0.png").write_bytes(NO_IMAGES[why])
+    assert f"1 of 12 images cannot be read: cat/0.png ({why}" in refused(own)
+    with pytest.raises(DataError, match=f"^{why}"):
+        read_image(own / "cat" / "0.png", GREY, digit_photos=False)
+    write_split(
+        tmp_path / "t", "train", image=cells_of([NO_IMAGES[why], *[encoded(noise(1))] * 11])
+    )
+    assert f"row 0 ({why}" in refused(tmp_path / "t")
+
+
+def test_large_texts_and_profiles_of_png_are_no_harm(tmp_path: Path) -> None:
+    text = PngInfo()
+    text.add_text("workflow", "x" * 2_000_000, zip=True)
+    text.add_itxt("XML:com.adobe.xmp", "y" * 3_000_000, zip=True)
+    own = write_noise(tmp_path / "own", *flat())
+    noise(9).save(own / "cat" / "0.png", pnginfo=text, icc_profile=bytes(2_000_000))
+    assert sum(sizes(load(own))) == 12
+
+
+def test_a_class_that_lost_its_last_image_is_as_if_it_had_none(tmp_path: Path) -> None:
+    """Of three train images and one that is broken, in more than a hundred."""
+    own = write_noise(tmp_path / "own", *[f"train/{path}" for path in flat(150)])
+    write_noise(own / "test", *flat(4), "rare/0.png", "rare/1.png")
+    (own / "train" / "rare").mkdir()
+    words = "class rare has images in test .row 4. and none in train; "
+    assert re.search(words, refused(own, AS_THEY_ARE))
+    (own / "train" / "rare" / "0.png").write_bytes(BROKEN["a text"])
+    left_out = re.escape("1 of 157 images cannot be read and were left out: train/rare/0.png (")
+    assert re.search(f"{words}{left_out}.*; add some to train", refused(own, AS_THEY_ARE))
+    shutil.rmtree(own / "test")
+    assert ": no image of class rare can be read; 1 of 151 images" in refused(own, AS_THEY_ARE)
+    noise(7).save(own / "train" / "rare" / "1.png")
+    assert load(own).classes == ["cat", "dog", "rare"]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P", "RGBA"])
+def test_images_in_colour_that_show_none_are_told(mode: str, tmp_path: Path) -> None:
+    said = "no image has colour: --grey takes a third of the memory, and less time"
+    greys = [noise(number).convert("L").convert(mode) for number in range(6)]
+    own = folder_of(tmp_path / "own", *greys)
+    assert said in load(own).image_format.notes
+    assert said not in load(own, ImageOptions(grey=True)).image_format.notes
+    assert said not in load(own, ImageOptions(for_evaluation=True)).image_format.notes
+    noise(3).save(own / "test" / "a" / "4.png")
+    assert said not in load(own).image_format.notes
+
+
+def test_files_of_two_classes_are_counted_each(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *flat(classes="ant cat dog owl"))
+    for path in [f"{name}/same{n}.png" for name in ("cat", "dog", "owl") for n in range(4)]:
+        noise(500).save(own / path)
+    [said] = [line for line in load(own).caveats if "classes" in line]
+    assert said == "12 images lie in two classes or more, as cat/same0.png: decide on one"
+
+
+@pytest.mark.parametrize("kind", [pa.list_(cells_of([]).type), pa.list_(pa.uint8())])
+def test_lists_in_a_column_are_no_images(kind: pa.DataType, tmp_path: Path) -> None:
+    cells: list[list[int]] = [[]] * TRAIN
+    write_split(tmp_path, "train", image=None, images=pa.array(cells, kind))
+    assert re.search(r"no image column among label .*, images \(List", refused(tmp_path))
 
 
 # --- Several threads

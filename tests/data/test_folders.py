@@ -1,6 +1,7 @@
 """A folder of images is read for what it holds, whatever its name and what else lies there."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from ddp_mnist import api
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
+from ddp_mnist.data import cache
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
@@ -116,12 +118,12 @@ def test_names_do_not_hold_images_out_where_a_test_is_drawn(
 
 
 @pytest.mark.parametrize("drawn", [None, 4])
-@pytest.mark.parametrize("classes", ["bus car train", "x/bus x/car x/my-train_2"])
+@pytest.mark.parametrize("classes", ["bus car train", "bus car Train"])
 def test_a_class_that_is_named_like_a_split_is_not_the_only_one(
     classes: str, drawn: int | None, tmp_path: Path
 ) -> None:
     own = write_noise(tmp_path / "own", *flat(classes=classes))
-    line = "8 of 12 images are in no split, as .*bus/0.png, but .*train.* is; rename that, or put "
+    line = "8 of 12 images are in no split, as .*bus/0.png, but .*rain.* is; rename that, or put "
     with pytest.raises(DataError, match=f"^--dataset {own}: {line}"):
         load(own, ImageOptions(test_size=drawn))
 
@@ -153,6 +155,96 @@ def test_a_folder_holds_the_runs_that_were_trained_on_it(
     assert api.evaluate("mine", dataset=".")["count"] == 8  # type: ignore[index]
     (own / "train" / "cat" / "more.png").symlink_to("0.png")
     assert find_source(".").fingerprint != before
+
+
+# --- Ours in the folder, and what is elsewhere
+
+
+def test_a_cache_within_the_folder_is_no_data(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *split_up())
+    before = find_source(str(own)).fingerprint
+    told: list[str] = []
+    for _ in range(3):
+        images = cache.load(str(own), str(own / "my_cache"), log=told.append)
+        assert images.image_format.notes == []
+    assert len(told) == 1 and find_source(str(own)).fingerprint == before
+    write_noise(own / "train", "cat/folder-x-12345678.lock.png", "cat/about.json.png")
+    (own / "train" / "cat" / "about.json").write_text("{}")  # another's
+    assert sizes(cache.load(str(own), str(own / "my_cache"), log=told.append)) == (10, 8)
+    assert len(told) == 2
+
+
+def test_what_predict_draws_into_the_folder_is_named(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *flat(), "seen.png")
+    with pytest.raises(DataError, match=r"which folder is the class of .* and seen.png\?"):
+        load(own)
+
+
+def test_images_that_a_cloud_has_not_fetched_are_counted(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *flat(40))
+    for name in ("cat/0", "cat/2", "dog/1"):
+        (own / f"{name}.png").rename((own / name).parent / f".{Path(name).name}.png.icloud")
+    (own / ".notes.txt.icloud").touch()
+    away = "3 of 40 images are not on this disk, as cat/.0.png.icloud: let iCloud fetch them"
+    assert away in load(own).image_format.notes
+    for image in own.rglob("*.png"):
+        image.rename(image.with_name(f".{image.name}.icloud"))
+    with pytest.raises(DataError, match="holds no image that can be read; 40 of 40 images are not"):
+        load(own)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    """Of whatever name, and one that a metadata file names."""
+    own = write_noise(tmp_path / "own", *flat(8))
+    for name in ("cat/9.png", "train.parquet", "metadata.csv", "dataset_dict.json"):
+        os.mkfifo(own / name)
+        with pytest.raises(DataError, match=f"^--dataset {own}: {name}: not a regular file; t"):
+            load(own)
+        (own / name).unlink()
+    os.mkfifo(tmp_path / "pipe.png")
+    rows = "".join(f"{path},{path[:3]}\n" for path in flat(8))
+    (own / "metadata.csv").write_text(f"file_name,label\n{rows}../pipe.png,cat\n")
+    with pytest.raises(DataError, match=r"1 of 9 images .*/pipe.png \(not a regular file\)"):
+        load(own)
+    (own / "metadata.csv").unlink()
+    os.mkfifo(own / "train-images-idx3-ubyte")
+    with pytest.raises(DataError, match="train-images-idx3-ubyte: not a regular file; fetch it a"):
+        load(own)
+
+
+def test_images_outside_are_counted_and_the_way_to_them_means_no_split(tmp_path: Path) -> None:
+    away = write_noise(tmp_path / "dev" / "test", *flat(6))
+    own = write_noise(tmp_path / "own", *flat(6, name="{n}a.png"))
+    rows = [f"{away}/{path},{path[:3]}" for path in flat(5)] + ["../dev/test/dog/5.png,dog"]
+    rows += [f"{path},{path[:3]}" for path in flat(6, name="{n}a.png")]
+    (own / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    images = load(own)
+    assert sum(sizes(images)) == 12
+    [drawn, note] = images.image_format.notes
+    assert "held out" in drawn and note == "6 images lie outside the folder"
+
+
+def test_labels_that_were_changed_within_a_second_are_read(tmp_path: Path) -> None:
+    """And the tables elsewhere that a card names; size and time say nothing."""
+    own = write_noise(tmp_path / "own", *(f"{n}.png" for n in range(8)))
+    for words in (("cat", "dog"), ("dog", "cat")):
+        lines = ["file_name,label", *(f"{n}.png,{words[n % 2]}" for n in range(8))]
+        (own / "metadata.csv").write_text("\n".join(lines))
+        os.utime(own / "metadata.csv", (0, 0))
+        images = load(own)
+        by_name = dict(zip([*range(8)], images.targets.tolist(), strict=True))
+        assert images.classes[by_name[0]] == words[0]
+    tables = tmp_path / "tables"
+    (tmp_path / "away").mkdir()
+    tables.mkdir()
+    write_parquet(tmp_path / "away")
+    files = [f"  - split: {s}\n    path: ../away/{s}*\n" for s in ("train", "test")]
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(files)}---\n"
+    (tables / "README.md").write_text(card)
+    first = load(tables)
+    write_split(tmp_path / "away", "train", label=[3, 2, 1, 0] * 3)
+    assert load(tables).digest != first.digest
 
 
 # --- A folder beside a name, and files beside a folder

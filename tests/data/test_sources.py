@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import os
 import socket
@@ -5,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -192,7 +194,8 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert (found := read(tmp_path)).classes == ["ant", "bee", "cat", "dog"]
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
-        "metadata.csv has no column file_name and label, and was not used",
+        "metadata.csv has no column file_name and label, only 'filename', 'camera', and was not"
+        " used",
         "2 of 20 images were left out, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]
@@ -229,6 +232,14 @@ def cut(name: str, size: int) -> Writer:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
+def with_header(*numbers: int) -> Writer:
+    def write(folder: Path) -> None:
+        content = (folder / IMAGES).read_bytes()[16:]
+        (folder / IMAGES).write_bytes(struct.pack(">4i", *numbers) + content)
+
+    return write
+
+
 def rewritten(*splits: str, names: str = "", **columns: Any) -> Writer:
     """Return what writes splits of a folder of parquet anew, with other columns."""
 
@@ -257,20 +268,36 @@ def linked(folder: Path, name: str) -> None:
     (folder / name).symlink_to(folder.with_name("away"))
 
 
+def pointers(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1734\n")
+
+
 WITHOUT_CLASS_2 = rewritten("train", label=[0, 1, 3] * 4)
 IN_OTHER_ORDER = partial(save_to_disk, test_names="zyxw")
 MISTAKES: dict[str, tuple[Writer, Writer]] = {
     "ArrowInvalid: Parquet magic bytes not found": (write_parquet, cut(TRAIN_FILE, 900)),
     "no label column among image (": (write_parquet, rewritten("train", "test", label=None)),
-    "column label: row 0 has label None; give": (write_parquet, rewritten("test", label=None)),
-    "label 3; give a whole number from 0 to 2": (write_parquet, rewritten("train", names="xyz")),
+    "5 of 5 rows have no label in column label: row 0 has none, row 1": (
+        write_parquet,
+        rewritten("test", label=None),
+    ),
+    "3 of 12 rows have no index of a class in column label: row 3 is 3, row 7": (
+        write_parquet,
+        rewritten("train", names="xyz"),
+    ),
     "class 2 has images in test (row 2) and none in train": (write_parquet, WITHOUT_CLASS_2),
     "needs the split train, found: test;": (write_parquet, removed(TRAIN_FILE)),
     "train/bee is a link to a folder or to": (write_images, partial(linked, name="train/bee")),
     "which folder is the class of train/00.png? put each image": (write_images, without_classes),
     "has a name that is not UTF-8; rename it": (write_images, not_in_utf_8),
     "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in": (save_to_disk, IN_OTHER_ORDER),
-    f"{IMAGES}: ValueError: cannot reshape": (write_idx, cut(IMAGES, -1)),
+    f"{IMAGES}: has not the 9,408 bytes that its header says; fetch": (write_idx, cut(IMAGES, -1)),
+    f"{IMAGES}: its header is 00000b03": (write_idx, with_header(0xB03, TRAIN, 28, 28)),
+    f"{IMAGES}: its header is 00000803 ffffffff": (write_idx, with_header(0x803, -1, 28, 28)),
+    f"{IMAGES}: has not the 784 bytes": (write_idx, with_header(0x803, 1, 28, 28)),
+    f"{IMAGES}: has not the 1,683,627,179,248": (write_idx, with_header(0x803, 2**31 - 1, 28, 28)),
+    "parquet is a pointer of Git LFS: git lfs pull": (write_parquet, pointers),
     "has only 3 of MNIST's four IDX files; fetch": (write_idx, removed(IDX_LABELS)),
     "5 images but 1 labels;": (write_idx, partial(write_idx, test_labels=[1])),
 }
@@ -291,9 +318,19 @@ def test_fault_26_a_fault_in_a_folder_is_named(words: str, tmp_path: Path) -> No
     assert words in message
 
 
+def test_no_more_of_a_packed_file_is_unpacked_than_its_header_says(tmp_path: Path) -> None:
+    file = write_idx(tmp_path, gz=True) / f"{IMAGES}.gz"
+    file.write_bytes(gzip.compress(struct.pack(">4i", 0x803, 10, 28, 28) + bytes(50_000_000)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"ubyte.gz: has not the 7,840 bytes that its header says"):
+        read(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+
+
 def test_errors_name_a_folder_as_it_was_typed(here: Path) -> None:
     (write_images(here / "photos") / BEE).write_bytes(b"hello")
-    with pytest.raises(DataError, match=f"^--dataset photos: 1 of 17 .* be read: photos/{BEE} "):
+    with pytest.raises(DataError, match=f"^--dataset photos: 1 of 17 .* be read: {BEE} "):
         read("photos")
     with pytest.raises(DdpMnistError, match=r"^--dataset phtos: .*; did you mean photos\?$"):
         read("phtos")

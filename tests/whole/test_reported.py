@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ddp_mnist.config.image_options import AS_THEY_ARE
+from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.data_sets import cells_of, encoded, noise, read, write_noise
 
@@ -97,6 +99,18 @@ SMALL_AND_LARGE = "---\nconfigs:\n" + "".join(
 )
 
 
+def beside(classes: str, **files: str) -> Callable[[Path], None]:
+    """Return what writes six images of each class, in its folder, and files beside the folders."""
+
+    def make(root: Path) -> None:
+        names = classes.split(",")
+        write_noise(root, *(f"{name}/{n}.png" for name in names for n in range(6)))
+        for name, content in files.items():
+            (root / name.replace("_json", ".json")).write_text(content)
+
+    return make
+
+
 class Taken(NamedTuple):
     """How many train and test images of each class there are."""
 
@@ -127,7 +141,20 @@ TAKEN = {
     "a card that is prose": Taken(table("# Two kinds of leaf\n"), *HALVES),
     "images as bytes": Taken(table(as_bytes=True), *HALVES),
 }
+# Of six images in each class one is held out for the test
+DRAWN = {
+    "another tool's state.json": beside("cat,dog", state_json="{}"),
+    "another tool's dataset_dict.json": beside("cat,dog", dataset_dict_json="{}"),
+    "trains": beside("images/bullet train,images/freight car"),
+    "trains alone": beside("images/bullet train,images/freight train"),
+    "test tubes": beside("images/test tube,images/beaker,images/flask"),
+    "a valley": beside("images/val,images/hill"),
+    "boards": beside("a/images/dev board,a/images/breadboard"),
+}
 REFUSED = {
+    "test is a class": (beside("control,test"), "6 of 12 .* no split, as control/.*; rename that,"),
+    "valid is a class": (beside("valid,invalid"), "6 of 12 .* no split, as invalid/.*; rename"),
+    "splits without classes": (beside("a/train,a/test"), "which folder is the class of a/train/0"),
     "several configurations": (table(SMALL_AND_LARGE + "---\n"), "several configurations: "),
     "a space behind a name": (
         lambda root: tree(root, ("cat", "dog"), ("cat ", "dog")),
@@ -146,6 +173,16 @@ def test_what_others_lost_is_taken(name: str, tmp_path: Path) -> None:
     assert found == {"train": case.train, "test": case.test}
     ends = [images.images.min((1, 2, 3)), images.images.max((1, 2, 3))]
     assert (ends[0] != ends[1]).all()  # no image is blank
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_folders_of_classes_are_known_by_those_beside_them(name: str, tmp_path: Path) -> None:
+    DRAWN[name](own := tmp_path / "own")
+    found = find_source(str(own)).listing(AS_THEY_ARE)
+    assert found.classes == sorted(path.parent.name for path in own.rglob("0.png"))
+    assert [*found.images] == ["train"]
+    like_a_split = ["taken for classes, not for splits: images/val"]
+    assert found.notes == (like_a_split if name == "a valley" else [])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,0 +1,223 @@
+"""Metadata files: tables next to images, with a row for the label or the numbers of each image."""
+
+import codecs
+import contextlib
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import reprlib
+import unicodedata
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist.data.decode import regular
+from ddp_mnist.data.listing import LABELS, Check, check_cells, label_check, number_check
+from ddp_mnist.errors import DataError, blame
+from ddp_mnist.system.text import joined, shown_name
+
+LEAD = re.compile(r"(sep=(.)\r?\n)?([ \t]*\r?\n)*")  # Excel's own first line, and blank ones
+# A number with a decimal comma, by what separates the columns: a program writes both as its country
+# does. With tabs, 1,000 may be a thousand, and is left alone.
+DECIMAL_COMMA = {";": r"[+-]?[0-9]*,[0-9]+", "\t": r"[+-]?[0-9]*,(?![0-9]{3}$)[0-9]+"}
+
+
+@dataclass
+class Table:
+    """The rows of a file, each with its place, e.g. `line 7`; at None, cells without a column."""
+
+    columns: list[str]
+    rows: list[tuple[str, dict[Any, Any]]]
+    separator: str = ","
+
+    def column(self, at: str, *names: str) -> str | None:
+        """Return the column of the first of these names that there is, in whatever case it is."""
+        for name in names:
+            same = [each for each in self.columns if each.casefold() == name.casefold()]
+            same = [each for each in same if each == name] or same
+            if len(same) > 1:
+                raise DataError(f"{at}: has several columns {', '.join(same)}; keep one")
+            if same:
+                return same[0]
+        return None
+
+
+def is_name(cell: Any) -> bool:
+    return isinstance(cell, str) and bool(cell.strip())
+
+
+def is_empty(cells: str) -> bool:
+    return not cells.strip(" ,;\t")
+
+
+FILE_NAME: Check = (is_name, "no name in column file_name", "name a file, or delete these rows")
+NO_MORE: Check = (is_empty, "more cells than columns", "quote cells that hold the separator")
+
+
+def read_text(path: Path, at: str) -> str:
+    """Return the text of a file of UTF-8, or with a mark of UTF-16. Raise DataError for others."""
+    content, text = regular(path).read_bytes(), ""
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = content.decode("utf-16" if is_wide else "utf-8-sig")
+        start = text.find("\0")  # as in UTF-16 without its mark
+    except UnicodeDecodeError as error:
+        start = error.start
+    if start < 0:
+        return text
+    line, fix = 1 + content.count(b"\n", 0, start), "save it as UTF-8 (in Excel: CSV UTF-8)"
+    raise DataError(f"{at}: line {line} has letters in another encoding; {fix}")
+
+
+def read_csv(path: Path, at: str) -> Table:
+    """Read columns separated by comma, semicolon or tab, whichever the heading has most of."""
+    text = read_text(path, at)
+    lead: Any = LEAD.match(text)
+    text, skipped = text[lead.end() :], lead[0].count("\n")
+    heading = re.sub('"[^"]*"', "", text.partition("\n")[0])
+    separator = lead[2] or max(",;\t", key=heading.count)
+    csv.field_size_limit(2**31 - 1)  # a column that nobody asked for may hold anything
+    opened = io.StringIO(text, newline="")
+    reader = csv.DictReader(opened, delimiter=separator, skipinitialspace=True)
+    reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
+    rows = [(f"line {skipped + reader.line_num}", row) for row in reader]
+    rows = [each for each in rows if any("".join(x or "").strip() for x in each[1].values())]
+    return Table(columns, rows, separator)
+
+
+def read_jsonl(path: Path, at: str) -> Table:
+    """Read one JSON object a line."""
+    rows = list[tuple[str, dict[str, Any]]]()
+    for number, line in enumerate(read_text(path, at).split("\n"), start=1):
+        try:
+            row, why = json.loads(line if line.strip() else "{}"), "it is not an object"
+        except json.JSONDecodeError as error:
+            row, why = None, f"{error.msg} in column {error.colno}"
+        if not isinstance(row, dict):
+            fix = 'give one {"file_name": ..., "label": ...} a line'
+            raise DataError(f"{at}: line {number} is {reprlib.repr(line)} ({why}); {fix}")
+        rows += [(f"line {number}", row)] * bool(row)
+    return Table([*dict.fromkeys(name for _, row in rows for name in row)], rows)
+
+
+def read_parquet(path: Path, _: str) -> Table:
+    table = import_module("pyarrow.parquet").read_table(regular(path))
+    return Table(table.column_names, [(f"row {n}", row) for n, row in enumerate(table.to_pylist())])
+
+
+READERS: dict[str, Callable[[Path, str], Table]] = {
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".jsonl": read_jsonl,
+    ".parquet": read_parquet,
+}
+
+
+def is_metadata(file: Path) -> bool:
+    """Return whether a file describes the images next to it."""
+    return file.stem.lower() == "metadata" and file.suffix.lower() in READERS
+
+
+def read_metadata(
+    typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
+) -> tuple[dict[Path, Any], list[str]]:
+    """Return the label of each image that a metadata file names, and notes on files without any.
+
+    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With `columns`, it is
+    the numbers of these instead. Raise DataError for bad rows, or if these columns are missing.
+    """
+    labels, notes, known = dict[Path, Any](), list[str](), frozenset(paths)
+    for file in filter(is_metadata, paths):
+        with blame(at := f"{typed}: {file}", DataError):
+            table = READERS[file.suffix.lower()](Path(folder, file), at)
+            wanted = {name: table.column(at, name) for name in ("file_name", *columns)}
+            if not columns:
+                wanted["label"] = table.column(at, *LABELS)
+            missing = [name for name, column in wanted.items() if column is None]
+            if missing or not table.rows:
+                there = joined(map(repr, table.columns), 120) or "blank lines"
+                fault = f"column {' and '.join(missing)}, only {there}," if missing else "rows,"
+                notes.append(f"{file} has no {fault} and was not used")
+                continue
+            names, targets = cells_of(table, at, wanted, columns)
+            for name, target in zip(names, targets, strict=True):
+                image = path_of(name, file.parent, folder, known)
+                if labels.setdefault(image, target) != target:
+                    both = f"{image} has the labels {labels[image]} and {target}"
+                    raise DataError(f"{at}: {both}; decide on one")
+    if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
+        labels = {image: int(each) for image, each in labels.items()}
+    if columns and not labels:
+        named = ", ".join(("file_name", *columns))
+        fault = f"{typed}: holds no metadata.csv with the columns {named}"
+        fix = "add what is missing" if notes else "add one"
+        raise DataError("; ".join([fault, *notes, *other_tables(folder, paths), fix]))
+    return labels, notes
+
+
+def cells_of(
+    table: Table, at: str, wanted: dict[str, str | None], columns: tuple[str, ...]
+) -> tuple[list[str], list[Any]]:
+    """Return the names of files, and the label or the numbers of each.
+
+    `wanted` has the table's own name of each column. Raise DataError, which counts bad cells.
+    """
+    places, rows = [place for place, _ in table.rows], [row for _, row in table.rows]
+    surplus = [table.separator.join(row.get(None, ())) for row in rows]
+    check_cells(at, surplus, NO_MORE, places)
+    names, *found = ([row.get(column) for row in rows] for column in wanted.values())
+    check_cells(at, names, FILE_NAME, places)
+    comma = re.compile(DECIMAL_COMMA.get(table.separator, "(?!)"))
+    for n, cells in enumerate(found):
+        found[n] = cells = [x.strip() if isinstance(x, str) else x for x in cells]
+        if columns:
+            found[n] = [str(x).replace(",", ".") if comma.fullmatch(str(x)) else x for x in cells]
+        check = number_check(columns[n]) if columns else label_check("label")
+        check_cells(at, found[n], check, places)
+    return [*map(str, names)], [*zip(*found, strict=True)] if columns else found[0]
+
+
+def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Path:
+    """Return the path of an image, relative to the folder if it lies in it.
+
+    It is in the spelling of the file that is there: accents may be composed in two ways, and
+    tables add blanks at the ends. `known` are paths in the folder, which need no look.
+    """
+    forms = (unicodedata.normalize(f, x) for x in (name, name.strip()) for f in ("NFC", "NFD"))
+    paths = (within(folder, beside / each) for each in itertools.chain((name, name.strip()), forms))
+    there = (x for x in paths if x in known or os.path.exists(Path(folder, x)))  # noqa: PTH110 # raises nothing
+    return next(there, None) or within(folder, beside / name)
+
+
+def within(folder: str, path: Path) -> Path:
+    """Return a path without `..`, and relative to the folder if it lies in it."""
+    path = Path(os.path.normpath(path))
+    if is_outside(path):
+        whole = Path(os.path.realpath(Path(folder, path.parent)), path.name)
+        return whole.relative_to(folder) if whole.is_relative_to(folder) else path
+    return path
+
+
+def is_outside(path: Path) -> bool:
+    """Return whether a path that is relative to a folder, without `..` within, leads out of it."""
+    return path.is_absolute() or path.parts[:1] == ("..",)
+
+
+def other_tables(folder: str, paths: list[Path]) -> list[str]:
+    """Return a note on the first tables with another name, which may describe the images."""
+    beside = {p.with_suffix("") for p in paths if p.suffix and p.suffix.lower() not in READERS}
+    tables = [p for p in paths if p.suffix.lower() in READERS and p.with_suffix("") not in beside]
+    tables.sort(key=lambda path: (len(path.parts), path))
+    named = list[str]()
+    for file in [path for path in tables if not is_metadata(path)][:3]:
+        name = shown_name(str(file))
+        with contextlib.suppress(DataError), blame(name, DataError):  # what it holds is not asked
+            columns = READERS[file.suffix.lower()](Path(folder, file), name).columns
+            named.append(f"{name} has the columns {joined(map(repr, columns), 80)}")
+    fix = "a table of the images is called metadata.csv, and has the columns file_name and label"
+    return [*named, fix] if named else []
