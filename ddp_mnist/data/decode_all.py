@@ -62,7 +62,8 @@ def decode_all(
         listing.check_classes()
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
-    keys, decoded_keys, has_colour = np.zeros((3, len(listing)), np.uint64)
+    keys, decoded_keys = np.zeros((2, len(listing)), np.uint64)
+    has_colour = np.zeros(len(listing), bool)
 
     def decode(image: PIL.Image.Image) -> tuple[Array, int, int, bool]:
         whole = as_seen(image)
