@@ -14,6 +14,7 @@ from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
 from ddp_mnist.errors import DataError
+from ddp_mnist.system.files import regular
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
@@ -58,13 +59,6 @@ def image_endings() -> frozenset[str]:
     endings = PIL.Image.registered_extensions().items()
     readable = {*PIL.Image.OPEN, "MPO"} - {*HEADER_ONLY}  # JPEG's opener reads MPO
     return frozenset(ending for ending, kind in endings if kind in readable).union(HEIF)
-
-
-def regular(path: Path) -> Path:
-    """Return the path of a file to open. Raise OSError for a pipe: to open one may never end."""
-    if not path.is_file() and path.exists() and not path.is_dir():
-        raise OSError(None, "not a regular file")
-    return path
 
 
 def why_unread(name: str, start: bytes) -> str:

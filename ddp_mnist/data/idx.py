@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.decode import regular
 from ddp_mnist.data.listing import Listing
 from ddp_mnist.errors import DataError, blame
+from ddp_mnist.system.files import regular
 
 STEMS = {"train": "train", "test": "t10k"}
 FOLDERS = ("", "raw", "MNIST/raw")  # in which torchvision puts them

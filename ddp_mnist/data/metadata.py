@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.data.decode import regular
 from ddp_mnist.data.listing import LABELS, Check, check_cells, label_check, number_check
 from ddp_mnist.errors import DataError, blame
+from ddp_mnist.system.files import regular
 from ddp_mnist.system.text import joined, shown_name
 
 LEAD = re.compile(r"(sep=(.)\r?\n)?([ \t]*\r?\n)*")  # Excel's own first line, and blank ones

@@ -14,12 +14,12 @@ from typing import Any
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.decode import regular
 from ddp_mnist.data.folders import list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
 from ddp_mnist.data.metadata import is_metadata
 from ddp_mnist.errors import DataError, UsageError, blame
+from ddp_mnist.system.files import regular
 from ddp_mnist.system.text import did_you_mean, printable
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import FROM_TENSORFLOW, GreyAsColour
+from ddp_mnist.system.files import regular
 from ddp_mnist.system.locks import take
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return a file's tensors, and the names of the classes if one of our runs wrote it."""
     fix = "give model.safetensors of a finished run, save net.state_dict() alone, or name DEFAULT"
     with blame(f"--weights {file}", UsageError, fix):
+        regular(Path(file))
         if file.endswith(".safetensors"):
             from safetensors import safe_open
 

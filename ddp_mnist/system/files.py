@@ -35,12 +35,19 @@ def _digest_of(plain: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a file to open. Raise OSError for a pipe or a device, which may never end."""
+    if not path.is_file() and path.exists() and not path.is_dir():
+        raise OSError(None, "not a regular file", str(path))
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the file, without its seal.
 
     Raise OSError, for damage too: with EBADMSG, as disks that check their content raise it.
     """
-    raw, content, why = path.read_bytes(), None, "is damaged, or no JSON object"
+    raw, content, why = regular(path).read_bytes(), None, "is damaged, or no JSON object"
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(raw)
     if isinstance(content, dict):

@@ -293,7 +293,7 @@ def trained_on(run: str | Path) -> np.ndarray:
         expected = read_config(Path(run)).get("trained_on") if config.exists() else None
         if not expected or not file.exists():
             return np.zeros(0, np.uint64)
-        raw = file.read_bytes()
+        raw = files.regular(file).read_bytes()
     if hashlib.sha256(raw).hexdigest() != expected:
         fix = "put it back, or remove it: what the run was trained on is then unknown"
         raise CheckpointError(f"{file}: {files.CHANGED}; {fix}")

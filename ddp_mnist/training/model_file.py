@@ -17,7 +17,7 @@ from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.nets.build import build_net, is_known
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.system.console import warn
-from ddp_mnist.system.files import read_if_whole
+from ddp_mnist.system.files import read_if_whole, regular
 from ddp_mnist.system.text import quoted, reason
 from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
@@ -69,7 +69,7 @@ def read_bytes(run: str) -> bytes:
     unfinished, so_far = state != "finished", f"state {state}, step {status.get('step')}"
     go_on = f"let it finish, or add --resume {quoted(run)} to the command that started it"
     try:
-        content = (Path(run) / MODEL).read_bytes()
+        content = regular(Path(run) / MODEL).read_bytes()
     except OSError as error:
         if unfinished:
             why = f"the run has no final model yet ({so_far}); {go_on}"

@@ -102,7 +102,7 @@ def read_run(path: Path) -> ReportedRun:
             found[name] = files.read_json(path / name) if is_there else {}
     status, summary = found.values()
     with blame(str(metrics), CheckpointError):
-        raw = metrics.read_bytes() if metrics.exists() else b""
+        raw = files.regular(metrics).read_bytes() if metrics.exists() else b""
         is_as_written = summary.get("metrics_sha256") in (None, sha256(raw).hexdigest())
         if status.get("state") == "finished" and not is_as_written:
             raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
