@@ -36,7 +36,7 @@ def _digest_of(plain: dict[str, Any]) -> str:
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file to open. Raise OSError for a pipe or a device, which may never end."""
+    """Return the path of a file to open. Raise OSError for a pipe or a device: it may never end."""
     if not path.is_file() and path.exists() and not path.is_dir():
         raise OSError(None, "not a regular file", str(path))
     return path
