@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_mnist.errors import CheckFailed, UsageError, blame
+from ddp_mnist.errors import CheckFailed, StorageError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.text import quoted
@@ -42,9 +42,10 @@ def run(flags: Export) -> None:
     Raise UsageError for a net that a format cannot hold, or if its packages are missing;
     CheckFailed if a format gives other outputs.
     """
-    out = Path(flags.out or Path(flags.run) / "export")
-    refuse_other_files(out)
     trained = publishable(model_file.from_bytes(model_file.read_bytes(flags.run), flags.run))
+    out = Path(flags.out or Path(flags.run) / "export")
+    with blame(f"--out {out}", StorageError):
+        refuse_other_files(out)
     trained.model.float()
     console = Console(True)
     contents = dict[str, bytes]()

@@ -96,21 +96,22 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
     for name in (folder.SUMMARY, folder.CONFIG):
         with blame(str(file := Path(flags.run) / name), CheckpointError):
             found[name] = files.read_json(file)
-    summary, recipe = found[folder.SUMMARY], found[folder.CONFIG]["recipe"]
-    weights = summary["weights"] or "random weights"
-    net = trained.architecture.partition(":")[2]
-    return render(
-        "model_card.md",
-        s=summary,
-        about=metadata(trained),
-        config=config_of(trained),
-        trained=trained,
-        flags=flags,
-        options=torchvision_options(net, trained.image_format.shape),
+    summary, net = found[folder.SUMMARY], trained.architecture.partition(":")[2]
+    with blame(f"{flags.run}/{folder.SUMMARY}", CheckpointError):  # a value that makes no sense
+        recipe, weights = found[folder.CONFIG]["recipe"], summary["weights"] or "random weights"
         # where a file of weights lies is not for others
-        started=weights if re.search(r"^\w+_Weights\.|^random ", weights) else "a file of weights",
-        settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},
-        many=MANY_CLASSES,
-        wrong=wrong_on_purpose(summary["inject"]),
-        version=__version__,
-    )
+        is_name = re.search(r"^\w+_Weights\.|^random ", weights)
+        return render(
+            "model_card.md",
+            s=summary,
+            about=metadata(trained),
+            config=config_of(trained),
+            trained=trained,
+            flags=flags,
+            options=torchvision_options(net, trained.image_format.shape),
+            started=weights if is_name else "a file of weights",
+            settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},
+            many=MANY_CLASSES,
+            wrong=wrong_on_purpose(summary["inject"]),
+            version=__version__,
+        )
