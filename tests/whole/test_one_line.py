@@ -3,6 +3,7 @@
 If the words are a library's, the line names the file that holds the whole traceback.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -25,6 +26,7 @@ OWN_NETS = {  # by module, what its Net does
     "ends_later": "class Net(MLP):\n    calls = 0\n    def forward(self, x):\n"
     "        Net.calls += 1\n        if Net.calls > 9: exit(0)\n        return super().forward(x)",
 }
+LONG = "a" * 300  # which the system refuses as a name
 DIGITS = "train --dataset digits --epochs 1 --run-dir new"
 # By exit code: command lines; an asterisk marks those whose traceback a file keeps.
 COMMANDS = {
@@ -46,6 +48,8 @@ COMMANDS = {
         * {DIGITS} --loss fails:one
         * {DIGITS} --metrics fails:one
         {DIGITS} --weights none.pth
+        {DIGITS} --weights {LONG}
+        {DIGITS} --weights pipe
         * {DIGITS} --weights pickle.pth
         evaluate run --metrics f2
         export run --out run
@@ -61,11 +65,20 @@ COMMANDS = {
         * {DIGITS} --dataset idx
         predict run none.png
         predict run pickle.pth
+        predict run {LONG}
+        predict run pipe
         prepare --dataset ./none
         """,
-    4: """
+    4: f"""
         train --resume none
         train --resume broken
+        train --resume {LONG}
+        evaluate {LONG}
+        predict {LONG} seen.png
+        report {LONG}
+        export {LONG}
+        evaluate piped
+        report piped
         evaluate none
         evaluate broken
         predict none seen.png
@@ -78,6 +91,7 @@ COMMANDS = {
     5: f"""
         {DIGITS} --run-dir pickle.pth/new
         {DIGITS} --cache-dir pickle.pth
+        export run --out {LONG}
         prepare --dataset digits --cache-dir pickle.pth
         """,
 }
@@ -99,6 +113,7 @@ def lay(folder: Path) -> None:
     for name in ("train.parquet", "test.parquet"):
         (folder / "tables").mkdir(exist_ok=True)
         (folder / "tables" / name).write_bytes(b"PAR1 and no more PAR1")
+    os.mkfifo(folder / "pipe")
     (folder / "idx").mkdir()
     for split in ("train", "t10k"):
         for kind in ("images-idx3", "labels-idx1"):
@@ -107,6 +122,9 @@ def lay(folder: Path) -> None:
     [(code, printed)] = run_world(1, run_here, [*trains, "--run-dir", "run"], False, folder=folder)
     assert code == 0, printed
     shutil.copytree(folder / "run", folder / "broken")
+    shutil.copytree(folder / "run", folder / "piped")
+    (folder / "piped" / "config.json").unlink()
+    os.mkfifo(folder / "piped" / "config.json")
     for file in ("config.json", "summary.json", "status.json", "model.safetensors"):
         (folder / "broken" / file).write_text("{")
 
