@@ -74,8 +74,10 @@ def predict(
 
     Raise DataError if a file cannot be read; the answers for the others are not returned.
     """
-    several = isinstance(images, Iterable) and not isinstance(images, str | bytes)
-    files: list[Any] = [*images] if several else [images]  # type: ignore[misc]
+    is_one = isinstance(images, str | bytes) or not getattr(
+        images, "ndim", isinstance(images, Iterable)
+    )
+    files: list[Any] = [images] if is_one else [*images]  # type: ignore[misc]
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")

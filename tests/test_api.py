@@ -77,6 +77,9 @@ NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.predict, {"images": IMAGE}, f"images: got Image{PATHS}"),
     (api.predict, {"images": b"\xff\xd8"}, f"images: got bytes{PATHS}"),
     (api.train, {"dataset": ARRAY}, "--dataset [[0 0 0 0]"),
+    (api.predict, {"images": np.array(2)}, f"images: got ndarray{PATHS}"),
+    (api.train, {"metrics": np.array(2)}, "--metrics 2: scikit-learn has no such metric"),
+    (api.train, {"dataset": "a\0b"}, "--dataset a\0b: holds a NUL"),
 ]
 
 
