@@ -8,7 +8,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ LENGTH = 1000  # elements; not a multiple of any likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 CALLS = 20  # in a median
 MAX = dist.ReduceOp.MAX
-T = TypeVar("T")
 
 
 def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) -> Tensor:
@@ -41,7 +40,7 @@ def collectives(
     parts = payload([rank], range(size), device)[0]  # one for each rank
     to_this_rank = payload(range(size), [rank], device)[:, 0]
 
-    def at_root(value: T) -> T | None:
+    def at_root(value: Any) -> Any:
         return value if rank == 0 else None
 
     return {

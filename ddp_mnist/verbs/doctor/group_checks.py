@@ -110,7 +110,7 @@ def check_group(world: World, options: Doctor, machines: bool) -> Iterator[Check
 
 
 def machines_alone(group: Group) -> list[CheckResult]:
-    """Check each machine by its first rank: each problem gets a line, the rest is counted."""
+    """Check each machine by its first rank: a line for each problem, and one for the others."""
     mine = list[CheckResult]()
     if group.store.rank_info.local_rank == 0:
         options = replace(group.options, processes=group.store.rank_info.local_world_size)
@@ -118,11 +118,7 @@ def machines_alone(group: Group) -> list[CheckResult]:
         mine = [result for result in found if result.status != PASS]
         well = f"{len(found) - len(mine)} of {count(len(found), 'check')} passed"
         mine.append(passed("machine", well))
-    return [
-        CheckResult(status, name, f"{group.store.host(rank)}: {text}", fix)
-        for rank, theirs in enumerate(group.gather(mine))
-        for status, name, text, fix, _ in theirs
-    ]
+    return group.merge(mine)
 
 
 def same_everywhere(group: Group) -> list[CheckResult]:
