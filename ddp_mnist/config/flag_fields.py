@@ -174,8 +174,6 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = f"must be {f'{number}, ' if isinstance(value, str) else ''}{legal}"
     elif value == "":
         problem = "is empty; give a value or leave it out"
-    elif isinstance(value, str) and "\0" in value:
-        problem = "holds a NUL, which no name has; check it"
     else:
         return
     typed = "" if is_argument(field) else f"{flag_name(field)} "

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from ddp_mnist.errors import StorageError
 from ddp_mnist.system.text import printable, reason
@@ -17,7 +17,7 @@ SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
 
 
-class Console:
+class Console(contextlib.AbstractContextManager["Console"]):
     """Prints lines and progress on stdout, if `verbose`: on one rank, and not with --quiet.
 
     On a terminal, progress is a bar below the lines, elsewhere a line now and then: output to a
@@ -30,9 +30,6 @@ class Console:
         self.verbose, self.must_arrive = verbose, must_arrive
         self._last = time.monotonic()
         self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Remove the bar, so that the next output of others begins a line."""
