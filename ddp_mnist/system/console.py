@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import sys
 import time
@@ -47,21 +46,19 @@ class Console(contextlib.AbstractContextManager["Console"]):
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line), self.must_arrive)
 
-    def progress(self, done: float, line: str, every_s: float = SECONDS_BETWEEN) -> None:
+    def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line: as a bar on a terminal.
 
-        Elsewhere the line is printed, if the last one is `every_s` old.
+        Elsewhere the line is printed, if the last one is SECONDS_BETWEEN old.
         """
-        if not self.verbose:
-            return
-        if draws(sys.stdout):
-            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
-        elif time.monotonic() - self._last >= every_s:
+        self.draw(done, line)
+        if not draws(sys.stdout) and time.monotonic() - self._last >= SECONDS_BETWEEN:
             self.print(line)
 
     def draw(self, done: float, line: str) -> None:
         """Show progress as a bar on a terminal, and nowhere else."""
-        self.progress(done, line, every_s=math.inf)
+        if self.verbose and draws(sys.stdout):
+            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
 
     def _draw(self, done: float, line: str) -> None:
         if self._bar is None:

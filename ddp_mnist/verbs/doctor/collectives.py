@@ -18,6 +18,8 @@ LENGTH = 1000  # elements; not a multiple of any likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 CALLS = 20  # in a median
 MAX = dist.ReduceOp.MAX
+# A tensor, the call on a copy of it, and the right result; None if this rank receives nothing
+Case = tuple[Tensor, Callable[[Tensor], object], Tensor | None]
 
 
 def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) -> Tensor:
@@ -27,13 +29,8 @@ def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) ->
     return ((numbers + 31 * by_rank[:, None, None]) % 2**13).float()
 
 
-def collectives(
-    rank: int, size: int, device: torch.device
-) -> dict[str, tuple[Tensor, Callable[[Tensor], object], Tensor | None]]:
-    """Return each collective by name: a tensor, the call on a copy of it, and the right result.
-
-    The result is None if this rank receives nothing.
-    """
+def collectives(rank: int, size: int, device: torch.device) -> dict[str, Case]:
+    """Return each collective, by name."""
     everyone = payload(range(size), [0], device)[:, 0]
     mine = everyone[rank]
     nothing = torch.zeros_like(everyone)

@@ -9,14 +9,13 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ddp_mnist import train
 from ddp_mnist.cluster.failures import as_expected, first_cause
@@ -31,7 +30,7 @@ from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
-from ddp_mnist.verbs.doctor.collectives import SIZES, all_reduce_ms, collectives
+from ddp_mnist.verbs.doctor.collectives import SIZES, Case, all_reduce_ms, collectives
 from ddp_mnist.verbs.doctor.machine_checks import check_machine, product
 from ddp_mnist.verbs.flags import Doctor
 
@@ -165,7 +164,7 @@ def right_results(group: Group) -> list[CheckResult]:
     cases, wrong = collectives(group.rank, group.size, group.device), list[CheckResult]()
     for name in (names := [*cases, "barrier"]):
         try:
-            is_right = waits_for_all(group) if name == "barrier" else receives(group, *cases[name])
+            is_right = waits_for_all(group) if name == "barrier" else receives(group, cases[name])
         except RuntimeError as error:
             wrong.append(failed(name, reason(error), BROKEN))
             break
@@ -175,10 +174,9 @@ def right_results(group: Group) -> list[CheckResult]:
     return group.merge(wrong) or [right]
 
 
-def receives(
-    group: Group, mine: Tensor, call: Callable[[Tensor], object], expected: Tensor | None
-) -> bool:
-    """Return whether a collective gives this rank the right result; see `collectives`."""
+def receives(group: Group, case: Case) -> bool:
+    """Return whether a collective gives this rank the right result."""
+    mine, call, expected = case
     call(received := mine.clone())
     group.world.wait_for_gpu()
     return expected is None or torch.equal(received, expected)
