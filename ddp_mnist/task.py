@@ -32,22 +32,20 @@ def make_task(
     classes: list[str],
     train: Rows,
     device: torch.device,
-    own_task: type[Task] | None = None,
-    loss: Loss | None = None,
     scores: Mapping[str, Score] | None = None,
 ) -> Task:
     """Return the task of a run that trains on these rows. Raise UsageError if it cannot be made.
 
-    `own_task` is what --task names, `loss` what --loss does; `scores` are what --metrics names, on
-    rank 0, which counts.
+    `scores` are what --metrics names, on rank 0, which counts.
     """
     targets = train.targets[train.rows]
-    if own_task:
+    if recipe.task:
         # Equal numbers have no deviation.
         scales = [each or 1.0 for each in targets.double().std(0, correction=0).tolist()]
         with blame(f"{TASK} {recipe.task}", UsageError):
-            return own_task(targets.double().mean(0).tolist(), scales)
+            return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
+    loss = find_loss(recipe.loss)
     return Classification(classes, loss, scores or {}, recipe.label_smoothing, weights)
 
 

@@ -33,13 +33,11 @@ class Heartbeat(threading.Thread):
         self.silence_s = silence_s
         self.misses = max(5, math.ceil(silence_s / BEAT_S))
         self.every_s = silence_s / self.misses
-        self.count = 0
         self.beat()
 
     def beat(self) -> None:
         """Show that this rank is alive."""
-        self.count += 1
-        self.c10d.set(f"beat/{self.store.rank}", str(self.count))
+        self.c10d.add(f"beat/{self.store.rank}", 1)
 
     def run(self) -> None:
         """Beat and watch the others, until this rank leaves the store or another one is lost."""

@@ -124,14 +124,6 @@ def config_flag(name: str) -> str:
     return f"--config_file {config_file(name)}"
 
 
-def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for processes that this program starts itself, as verify does.
-
-    They are not members of the batch job or the launcher in which it runs.
-    """
-    return {name: value for name, value in env.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
-
-
 def _from_address(flags: Distribution) -> Launch:
     """Read `--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
     shown = f"--init-method {flags.init_method}"

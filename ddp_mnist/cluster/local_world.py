@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_mnist.cluster.hardware import gpus
 from ddp_mnist.cluster.interfaces import why_port_is_taken
-from ddp_mnist.cluster.launch import own_environment
+from ddp_mnist.cluster.launch import LAUNCHER_VARIABLES
 from ddp_mnist.errors import FailedElsewhere, UsageError
 
 PORTS = range(15000, 30000)  # below those that the system picks for outgoing connections
@@ -134,8 +134,8 @@ def _member(
 ) -> None:
     gc.freeze()
     gc.enable()  # which preloaded.py disabled
-    variables = own_environment() | variables
-    os.environ.clear()
+    for name in filter(LAUNCHER_VARIABLES.fullmatch, [*os.environ]):
+        del os.environ[name]  # it is no member of the batch job or the launcher of this program
     os.environ.update(variables)
     os.chdir(folder)
     try:

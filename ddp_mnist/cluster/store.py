@@ -102,13 +102,9 @@ class Store:
     sync_points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 
-    def host(self, rank: int) -> str:
-        """Return the name of a rank's machine, which rank 0 knows."""
-        return name_of(self.hosts[rank])
-
     def who(self, ranks: list[int]) -> str:
         """Return e.g. `rank 1 (host-b), 3 (host-c)` on rank 0; eight at most."""
-        shown = ", ".join(f"{rank} ({self.host(rank)})" for rank in ranks[:8])
+        shown = ", ".join(f"{rank} ({name_of(self.hosts[rank])})" for rank in ranks[:8])
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
     def call(self, method: str, *args: Any) -> Any:

@@ -13,15 +13,13 @@ class Distribution(Flags):
         "auto", "auto: nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo")
     )
     init_method: str | None = flag(
-        None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", per_rank=True
+        None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher."
     )
-    rank: int | None = flag(None, "Rank, with --init-method.", least=0, per_rank=True)
+    rank: int | None = flag(None, "Rank, with --init-method.", least=0)
     world_size: int | None = flag(
-        None, "Number of processes, with --init-method.", least=1, most=10**4, per_rank=True
+        None, "Number of processes, with --init-method.", least=1, most=10**4
     )
-    local_rank: int | None = flag(
-        None, "Rank of this process on its machine [detected].", least=0, per_rank=True
-    )
+    local_rank: int | None = flag(None, "Rank of this process on its machine [detected].", least=0)
     cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
     dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
     start_timeout: float | None = flag(None, "Seconds to wait for all to join [as long].", least=1)

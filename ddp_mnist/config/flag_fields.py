@@ -39,15 +39,13 @@ def flag(
     choices: Iterable[str] = (),  # the legal words
     metavar: str = "",
     on_resume: OnResume = "must equal",  # used for RunFlags and Recipe only
-    per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
 ) -> Any:
     """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
     typed = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
-    policies = {"on_resume": on_resume, "per_rank": per_rank}
-    return dataclasses.field(default=default, metadata=typed | policies)
+    return dataclasses.field(default=default, metadata=typed | {"on_resume": on_resume})
 
 
 changeable = partial(flag, on_resume="may change")
@@ -174,8 +172,6 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = f"must be {f'{number}, ' if isinstance(value, str) else ''}{legal}"
     elif value == "":
         problem = "is empty; give a value or leave it out"
-    elif isinstance(value, str) and "\0" in value:
-        problem = "holds a NUL, which no name has; check it"
     else:
         return
     typed = "" if is_argument(field) else f"{flag_name(field)} "

@@ -22,7 +22,6 @@ class RunFlags(Flags):
     dataset: str = changeable(
         "mnist",
         "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
-        per_rank=True,  # each machine may have its folder elsewhere; the contents are compared
     )
     image_size: str | None = flag(
         None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
@@ -33,19 +32,15 @@ class RunFlags(Flags):
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",
         above=0,
     )
-    run_dir: str | None = not_kept(
-        None, "Folder to write the run to [runs/<dataset>-<NNN>].", per_rank=True
-    )
+    run_dir: str | None = not_kept(None, "Folder to write the run to [runs/<dataset>-<NNN>].")
     resume: str | None = not_kept(
         None,
         "Run folder to resume; auto: resume --run-dir if it holds a run, else start there.",
-        per_rank=True,
     )
     seed: int = flag(0, "Seed of weights, image order and augmentation.", least=0, most=2**31)
     cache_dir: str | None = changeable(
         None,
         "Cache folder; prepare --refresh rebuilds it [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist].",
-        per_rank=True,
     )
     checkpoint_every: int | None = changeable(
         None, "Optimizer steps between checkpoints [100, or as many as take 5 s].", least=1
@@ -58,7 +53,7 @@ class RunFlags(Flags):
     profile: int = not_kept(
         0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
     )
-    quiet: bool = not_kept(False, "Print errors only.", per_rank=True)
+    quiet: bool = not_kept(False, "Print errors only.")
     dry_run: bool = not_kept(False, "Print what would run; write only the cache.")
 
     def __post_init__(self) -> None:

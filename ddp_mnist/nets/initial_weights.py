@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_mnist.core.task import Task
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import FROM_TENSORFLOW, GreyAsColour
@@ -88,13 +89,11 @@ def normalised_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) 
 # --- Load them into the net
 
 
-def load_weights(
-    net: nn.Module, model: str, weights: InitialWeights, names: list[str], outputs: int
-) -> str:
+def load_weights(net: nn.Module, model: str, weights: InitialWeights, task: Task) -> str:
     """Load the tensors of --weights into the net of --model. Return their origin, in words.
 
-    If they were made for other classes than `names`, the net's last layer (the one registered last)
-    keeps its new weights for so many outputs. Raise UsageError if anything else does not fit.
+    If they were made for other classes than the task's, the net's last layer (the one registered
+    last) keeps its new weights. Raise UsageError if anything else does not fit.
     """
     name, entry = weights
     if entry:
@@ -114,9 +113,9 @@ def load_weights(
     layer = [*tensors][-1].rpartition(".")[0]
     last = [key for key in tensors if key.rpartition(".")[0] == layer]
     other_sizes = [key for key in last if key in loaded and loaded[key].shape != tensors[key].shape]
-    if other_sizes or made_for not in (None, names):
-        if any(tensors[key].shape[:1] != (outputs,) for key in last):
-            fault = f"the net's last layer, {layer}, does not give the {outputs}"
+    if other_sizes or made_for not in (None, task.names):
+        if any(tensors[key].shape[:1] != (task.outputs,) for key in last):
+            fault = f"the net's last layer, {layer}, does not give the {task.outputs}"
             fix = "define the layer that gives them last"
             raise UsageError(f"--weights {name}: was made for other outputs, and {fault}; {fix}")
         loaded |= {key: tensors[key] for key in last}

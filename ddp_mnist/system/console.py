@@ -2,12 +2,11 @@
 
 import contextlib
 import functools
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from ddp_mnist.errors import StorageError
 from ddp_mnist.system.text import printable, reason
@@ -17,7 +16,7 @@ SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
 
 
-class Console:
+class Console(contextlib.AbstractContextManager["Console"]):
     """Prints lines and progress on stdout, if `verbose`: on one rank, and not with --quiet.
 
     On a terminal, progress is a bar below the lines, elsewhere a line now and then: output to a
@@ -30,9 +29,6 @@ class Console:
         self.verbose, self.must_arrive = verbose, must_arrive
         self._last = time.monotonic()
         self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Remove the bar, so that the next output of others begins a line."""
@@ -50,21 +46,19 @@ class Console:
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line), self.must_arrive)
 
-    def progress(self, done: float, line: str, every_s: float = SECONDS_BETWEEN) -> None:
+    def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line: as a bar on a terminal.
 
-        Elsewhere the line is printed, if the last one is `every_s` old.
+        Elsewhere the line is printed, if the last one is SECONDS_BETWEEN old.
         """
-        if not self.verbose:
-            return
-        if draws(sys.stdout):
-            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
-        elif time.monotonic() - self._last >= every_s:
+        self.draw(done, line)
+        if not draws(sys.stdout) and time.monotonic() - self._last >= SECONDS_BETWEEN:
             self.print(line)
 
     def draw(self, done: float, line: str) -> None:
         """Show progress as a bar on a terminal, and nowhere else."""
-        self.progress(done, line, every_s=math.inf)
+        if self.verbose and draws(sys.stdout):
+            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
 
     def _draw(self, done: float, line: str) -> None:
         if self._bar is None:

@@ -49,12 +49,9 @@ def to_bytes(
         "version": NETS_VERSION,
         **({"task": about_numbers} if (about_numbers := about_task(task)) else {}),
     }
-    return save(cpu_copies(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-
-
-def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU: safetensors refuses tensors that share their memory."""
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    # safetensors refuses tensors that share their memory
+    tensors = {name: each.detach().cpu().clone().contiguous() for name, each in state.items()}
+    return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
 
 def read_bytes(run: str) -> bytes:

@@ -10,7 +10,7 @@ from accelerate.tracking import get_available_trackers
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import own_code
 from ddp_mnist.config.train_config import TrainConfig
-from ddp_mnist.core.task import Loss, Score, Task
+from ddp_mnist.core.task import Score, Task
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import factory_of, is_known
 from ddp_mnist.nets.initial_weights import InitialWeights, find_weights
@@ -23,7 +23,6 @@ class NamedObjects:
     """What the flags name; nothing by default."""
 
     task: type[Task] | None = None  # of --task
-    loss: Loss | None = None  # of --loss
     scores: Mapping[str, Score] = field(default_factory=dict)  # of --metrics; on rank 0 alone
     trackers: Sequence[str] = ()  # of --trackers
     # The SHA-256 of the user's own files, by the flag with its name: --model, --loss, --task
@@ -39,7 +38,7 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     if recipe.model:
         factory_of(recipe.model)
     task = find_task(recipe.task) if recipe.task else None
-    loss = find_loss(recipe.loss)
+    find_loss(recipe.loss)
     users_net = recipe.model if recipe.model and not is_known(recipe.model) else None
     users = {"--model": users_net, "--loss": recipe.loss, "--task": recipe.task}
     digests = {f"{f} {name}": own_code.digest(f, name) for f, name in users.items() if name}
@@ -50,7 +49,7 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     with blame(f"--weights {recipe.weights}", UsageError):
         file = Path(recipe.weights).resolve() if recipe.weights else None
         seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
-    return NamedObjects(task, loss, scores, trackers, digests, weights, seen)
+    return NamedObjects(task, scores, trackers, digests, weights, seen)
 
 
 def known_trackers(trackers: str | None) -> list[str]:

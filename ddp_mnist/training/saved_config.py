@@ -11,6 +11,10 @@ from ddp_mnist.training.versions import code_digest, package_versions
 # Of config.json and of checkpoints. Raise it if a checkpoint's tensors or counts would be read
 # wrongly: one of another format is refused. A new flag needs no new format, see resume.py.
 RUN_FORMAT = 13
+# Flags that may differ between ranks. A machine may have its folders elsewhere: what is in them is
+# compared.
+OF_A_RANK = {"dataset", "run_dir", "resume", "cache_dir", "quiet"}
+OF_A_RANK |= {"init_method", "rank", "world_size", "local_rank"}
 
 
 def saved_config(
@@ -71,7 +75,7 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         flag_name(field): getattr(group, field.name)
         for group in (config.run, config.recipe, config.distribution)
         for field in flag_fields(group)
-        if not field.metadata["per_rank"]
+        if field.name not in OF_A_RANK
     }
     own_code = {f"the code of {name}": code for name, code in run.found.own_code.items()}
     of_images = {

@@ -50,8 +50,8 @@ def make_run(
     `config` and `recipe` are resolved; `found` is what the flags name, nothing by default.
     """
     found, device = found or NamedObjects(), world.accelerator.device
-    own = found.task, found.loss, found.scores
-    task = make_task(config.recipe, images.classes, subset(images, "train"), device, *own)
+    train = subset(images, "train")
+    task = make_task(config.recipe, images.classes, train, device, found.scores)
     return TrainingRun(config, world, images, found, task, recipe)
 
 
@@ -80,8 +80,7 @@ def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
     """
     if not run.found.weights or run.config.resumes:
         return None
-    task = run.task
-    return load_weights(net.net, run.model, run.found.weights, task.names, task.outputs)
+    return load_weights(net.net, run.model, run.found.weights, run.task)
 
 
 def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:

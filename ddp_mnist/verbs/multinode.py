@@ -2,13 +2,12 @@
 
 A bare launcher waits 15 minutes for a missing machine and then does not say which one. So the
 machines join a store first, with a deadline; then each starts `accelerate launch`. Without a rank
-and an address, two nodes are rehearsed on this machine, over TCP, each with its own launcher.
+and an address, the nodes are rehearsed on this machine, over TCP, each with its own launcher.
 """
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,25 +108,19 @@ def join_machines(node: Node, timeout_s: float) -> None:
 
 
 def rehearse(flags: Multinode, arguments: list[str]) -> int:
-    """Run two launchers on this machine; return 1, accelerate's code, if one of them fails."""
-    console = Console(True, must_arrive=False)
-    console.print("REHEARSAL: two nodes on this machine, on its CPU, over TCP")
-    if flags.num_machines != 2:
-        fix = "for more, give MACHINE_RANK and MAIN_PROCESS_IP"
-        raise UsageError(f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; {fix}")
-    port, size = flags.main_process_port or free_port(), 2 * (flags.nproc_per_node or 1)
+    """Run a launcher for each node; return 1, accelerate's code, if one of them fails."""
+    console, nodes = Console(True, must_arrive=False), flags.num_machines
+    console.print(f"REHEARSAL: {nodes} nodes on this machine, on its CPU, over TCP")
+    port, size = flags.main_process_port or free_port(), nodes * (flags.nproc_per_node or 1)
     launchers: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(2):
-            node = Node(config_file("multi_node_cpu"), 2, size, rank, "127.0.0.1", port)
+        for rank in range(nodes):
+            node = Node(config_file("multi_node_cpu"), nodes, size, rank, "127.0.0.1", port)
             command = node.command(flags.verb, arguments)
             console.print(f"node {rank}: {' '.join(command[1:])}")
             launchers.append(subprocess.Popen(command))
-        while True:
-            codes = [launcher.poll() for launcher in launchers]
-            if any(codes) or None not in codes:
-                return next(filter(None, codes), 0)
-            time.sleep(0.1)
+        # If one ends too early, the processes of the other lose their peers, and end too.
+        return next(filter(None, [launcher.wait() for launcher in launchers]), 0)
     finally:
         for launcher in launchers:
             launcher.terminate()

@@ -46,7 +46,7 @@ def run(flags: Predict) -> None:
     if as_table:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
-        lines = table(answer(flags, trained), files, trained.task.names)
+        lines = table(answer(flags, trained), files, trained.task)
     else:
         lines = map(as_json, answer(flags, trained))
     for line in lines:
@@ -57,10 +57,10 @@ def run(flags: Predict) -> None:
         console.print(f"written to {flags.show}")
 
 
-def table(answers: Iterable[Answer], files: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterator[str]:
     """Yield a heading, then a line for each answer: file, label, probability, and next classes.
 
-    If the names are not those of classes but of numbers, these follow the file.
+    In a task of numbers, these follow the file.
     """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
@@ -68,13 +68,14 @@ def table(answers: Iterable[Answer], files: Sequence[str], names: Sequence[str])
         return text + " " * (columns - disp_len(text))
 
     first = max(map(disp_len, ["file", *map(printable, files)]))
-    second = max(map(disp_len, ["label", *map(shown_name, names)]))
+    names = [*map(shown_name, task.names)]
+    second = max(map(disp_len, ["label", *names]))
     heading = f"{padded('label', second)}   probability   next"
-    for number, each in enumerate(answers):
+    if not isinstance(task, Classification):
+        heading = "   ".join(f"{name:>10}" for name in names)
+    yield f"{padded('file', first)}   {heading}"
+    for each in answers:
         file = padded(printable(each["file"]), first)
-        if number == 0:
-            numbers = "   ".join(f"{shown_name(name):>10}" for name in names)
-            yield f"{padded('file', first)}   {numbers if 'prediction' in each else heading}"
         if "error" in each:
             yield f"{file}   {each['error']}"
         elif "prediction" in each:

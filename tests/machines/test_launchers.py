@@ -71,7 +71,7 @@ def test_the_courses_own_line(way: str, alone: Path, tmp_path: Path) -> None:
         # OpenMP's threads spin shortly, in each process, from the moment it loads torch
         assert (tmp_path / "openmp").read_text() == "10000 None\n" * 2
     if way == "make":
-        assert ended.out.splitlines()[0].startswith("REHEARSAL: two nodes on this machine")
+        assert ended.out.splitlines()[0].startswith("REHEARSAL: 2 nodes on this machine")
         assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 

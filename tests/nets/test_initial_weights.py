@@ -41,7 +41,7 @@ def load(net: nn.Module, name: str, typed: str, task: Classification) -> str:
     """Load what --weights names into the net `name`; return its origin."""
     weights = find_weights(name, typed)
     assert weights
-    return load_weights(net, name, weights, task.names, task.outputs)
+    return load_weights(net, name, weights, task)
 
 
 def begun(name: str, task: Classification, image_format: ImageFormat, typed: str) -> Normalised:

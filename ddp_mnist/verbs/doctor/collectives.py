@@ -8,7 +8,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ LENGTH = 1000  # elements; not a multiple of any likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 CALLS = 20  # in a median
 MAX = dist.ReduceOp.MAX
-T = TypeVar("T")
+# A tensor, the call on a copy of it, and the right result; None if this rank receives nothing
+Case = tuple[Tensor, Callable[[Tensor], object], Tensor | None]
 
 
 def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) -> Tensor:
@@ -28,20 +29,15 @@ def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) ->
     return ((numbers + 31 * by_rank[:, None, None]) % 2**13).float()
 
 
-def collectives(
-    rank: int, size: int, device: torch.device
-) -> dict[str, tuple[Tensor, Callable[[Tensor], object], Tensor | None]]:
-    """Return each collective by name: a tensor, the call on a copy of it, and the right result.
-
-    The result is None if this rank receives nothing.
-    """
+def collectives(rank: int, size: int, device: torch.device) -> dict[str, Case]:
+    """Return each collective, by name."""
     everyone = payload(range(size), [0], device)[:, 0]
     mine = everyone[rank]
     nothing = torch.zeros_like(everyone)
     parts = payload([rank], range(size), device)[0]  # one for each rank
     to_this_rank = payload(range(size), [rank], device)[:, 0]
 
-    def at_root(value: T) -> T | None:
+    def at_root(value: Any) -> Any:
         return value if rank == 0 else None
 
     return {

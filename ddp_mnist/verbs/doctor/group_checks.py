@@ -9,14 +9,13 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ddp_mnist import train
 from ddp_mnist.cluster.failures import as_expected, first_cause
@@ -31,7 +30,7 @@ from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
-from ddp_mnist.verbs.doctor.collectives import SIZES, all_reduce_ms, collectives
+from ddp_mnist.verbs.doctor.collectives import SIZES, Case, all_reduce_ms, collectives
 from ddp_mnist.verbs.doctor.machine_checks import check_machine, product
 from ddp_mnist.verbs.flags import Doctor
 
@@ -110,7 +109,7 @@ def check_group(world: World, options: Doctor, machines: bool) -> Iterator[Check
 
 
 def machines_alone(group: Group) -> list[CheckResult]:
-    """Check each machine by its first rank: each problem gets a line, the rest is counted."""
+    """Check each machine by its first rank: a line for each problem, and one for the others."""
     mine = list[CheckResult]()
     if group.store.rank_info.local_rank == 0:
         options = replace(group.options, processes=group.store.rank_info.local_world_size)
@@ -118,11 +117,7 @@ def machines_alone(group: Group) -> list[CheckResult]:
         mine = [result for result in found if result.status != PASS]
         well = f"{len(found) - len(mine)} of {count(len(found), 'check')} passed"
         mine.append(passed("machine", well))
-    return [
-        CheckResult(status, name, f"{group.store.host(rank)}: {text}", fix)
-        for rank, theirs in enumerate(group.gather(mine))
-        for status, name, text, fix, _ in theirs
-    ]
+    return group.merge(mine)
 
 
 def same_everywhere(group: Group) -> list[CheckResult]:
@@ -169,7 +164,7 @@ def right_results(group: Group) -> list[CheckResult]:
     cases, wrong = collectives(group.rank, group.size, group.device), list[CheckResult]()
     for name in (names := [*cases, "barrier"]):
         try:
-            is_right = waits_for_all(group) if name == "barrier" else receives(group, *cases[name])
+            is_right = waits_for_all(group) if name == "barrier" else receives(group, cases[name])
         except RuntimeError as error:
             wrong.append(failed(name, reason(error), BROKEN))
             break
@@ -179,10 +174,9 @@ def right_results(group: Group) -> list[CheckResult]:
     return group.merge(wrong) or [right]
 
 
-def receives(
-    group: Group, mine: Tensor, call: Callable[[Tensor], object], expected: Tensor | None
-) -> bool:
-    """Return whether a collective gives this rank the right result; see `collectives`."""
+def receives(group: Group, case: Case) -> bool:
+    """Return whether a collective gives this rank the right result."""
+    mine, call, expected = case
     call(received := mine.clone())
     group.world.wait_for_gpu()
     return expected is None or torch.equal(received, expected)

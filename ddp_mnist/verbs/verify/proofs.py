@@ -75,14 +75,15 @@ def run(flags: Verify) -> None:
     if flags.gpu and not hardware.gpus():
         raise UsageError("--gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out")
     console, checks = Console(True), list[CheckResult]()
-    config, sizes = config_of(flags), sizes_up_to(flags.processes)
+    config, part = config_of(flags), watch.PROOF["batch_size"] // PARTS
+    sizes = [n for n in range(2, flags.processes + 1) if part % n == 0]
     for line in verify(sizes, config, flags.gpu):
         if isinstance(line, CheckResult):
             checks.append(line)
         console.print(str(line))
     head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
-    head |= {"dataset": flags.dataset, "model": config.recipe.model, "loss": config.recipe.loss}
-    head |= {"task": config.recipe.task}
+    trained = {name: getattr(config.recipe, name) for name in ("model", "loss", "task")}
+    head |= {"dataset": flags.dataset, **trained}
     with storage_errors(save, "--save"):
         write_atomically(save, to_json(describe(checks, "checks", **head)).encode())
     if wrong := failure_summary(checks, flags.inject):
@@ -123,11 +124,6 @@ def with_run_dir(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfi
     """Return the same run with its own folder, and other values in its recipe."""
     run, recipe_of_it = replace(config.run, run_dir=run_dir), replace(config.recipe, **recipe)
     return replace(config, run=run, recipe=recipe_of_it)
-
-
-def sizes_up_to(processes: int) -> list[int]:
-    """Return the numbers of processes that divide a part of the batch, from 2 on."""
-    return [n for n in range(2, processes + 1) if watch.PROOF["batch_size"] % (PARTS * n) == 0]
 
 
 def verify(sizes: Sequence[int], config: TrainConfig, on_gpu: bool) -> Iterator[CheckResult | str]:

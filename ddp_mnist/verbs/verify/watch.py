@@ -143,8 +143,6 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """Return the weights' bytes and the lines of metrics.jsonl, without the speeds."""
-    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    for line in lines:
-        for name in MEASURED:
-            line.pop(name, None)
-    return (run / MODEL).read_bytes(), lines
+    lines = map(json.loads, (run / METRICS).read_text().splitlines())
+    kept = [{key: line[key] for key in line if key not in MEASURED} for line in lines]
+    return (run / MODEL).read_bytes(), kept
