@@ -172,6 +172,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = f"must be {f'{number}, ' if isinstance(value, str) else ''}{legal}"
     elif value == "":
         problem = "is empty; give a value or leave it out"
+    elif "\0" in str(value):  # as no shell types it, but Python may
+        problem = "holds a NUL, which no name has; check it"
     else:
         return
     typed = "" if is_argument(field) else f"{flag_name(field)} "
