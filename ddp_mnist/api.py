@@ -17,6 +17,7 @@ import contextlib
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -106,6 +107,9 @@ def _process_as_found() -> Iterator[None]:
     These are the environment, sys.path, the number of threads and the state of random numbers;
     `join_world` restores Accelerate's own state.
     """
+    if threading.current_thread() is not threading.main_thread():
+        name, fix = threading.current_thread().name, "call the trainer there, or in a process"
+        raise UsageError(f"thread {name}: signals reach the main thread alone; {fix} of its own")
     variables, path = dict(os.environ), sys.path[:]
     drawn = random.getstate(), np.random.get_state()
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0

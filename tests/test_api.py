@@ -91,10 +91,13 @@ def test_what_a_command_line_cannot_be_given_is_refused_too(
     assert refused(function, *run, **keywords).startswith(line)
 
 
-def test_another_thread_than_the_main_one_cannot_train() -> None:
-    """A stop signal would not reach it."""
-    with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="main thread"):
-        threads.submit(api.train, dataset="digits").result()
+def test_another_thread_than_the_main_one_is_refused() -> None:
+    with ThreadPoolExecutor(1, "other") as threads:
+        told = threads.submit(refused, api.train, dataset="digits").result()
+    assert told == (
+        "thread other_0: signals reach the main thread alone; call the trainer there, or in a"
+        " process of its own"
+    )
 
 
 def test_a_class_and_a_function_are_what_would_be_typed(
