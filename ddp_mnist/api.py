@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,10 @@ def predict(
 
     Raise DataError if a file cannot be read; the answers for the others are not returned.
     """
-    is_one = isinstance(images, str | bytes) or not getattr(
-        images, "ndim", isinstance(images, Iterable)
-    )
-    files: list[Any] = [images] if is_one else [*images]  # type: ignore[misc]
+    files: list[Any] = [images]
+    if not isinstance(images, str | bytes | os.PathLike):
+        with contextlib.suppress(TypeError):  # one that is no collection
+            files = [*images]
     for file in files:
         if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
             raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")

@@ -63,10 +63,12 @@ def image_endings() -> frozenset[str]:
 
 def why_unread(name: str, start: bytes) -> str:
     """Return, in a few words, why Pillow does not know a file, given its name and first bytes."""
-    if name.lower().endswith(HEIF):
+    for sign, what in NO_IMAGE.items():
+        if start.lstrip().startswith(sign):
+            return what
+    if name.lower().endswith(HEIF) and HEIF[0] not in PIL.Image.EXTENSION:
         return "of a format that needs: pip install pillow-heif"
-    known = (what for sign, what in NO_IMAGE.items() if start.lstrip().startswith(sign))
-    return next(known, "of no format that Pillow knows")
+    return "of no format that Pillow knows"
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A folder of images, each in the folder of its class, or with its label in a metadata file."""
 
+import functools
 import os
 import re
 from collections import Counter
@@ -88,7 +89,7 @@ def find_images(typed: str, folder: str, paths: list[Path]) -> tuple[list[Path],
             fix = "replace it with a copy, or with links to the files"
             raise DataError(f"{fault}, and is not followed; {fix}")
         elif suffix in endings and not file.is_dir():
-            images.append(path)  # a pipe too: it cannot be read
+            images.append(path)  # a pipe too, which predict says that it cannot read
         elif file.is_file() and not BESIDE_IMAGES.fullmatch(suffix):
             odd[path.suffix or "no ending"] += 1
     notes = list[str]()
@@ -176,16 +177,17 @@ def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
     for image in images:
         beside.setdefault(image.parent.parent, set()).add(image.parent.name)
 
-    def split_of(image: Path) -> str:
-        if is_outside(image):
+    @functools.cache
+    def split_of(parent: Path) -> str:
+        if is_outside(parent):
             return ""
-        *above, folder = image.parts[:-1] or ("",)
-        names = beside[image.parent.parent] - {""}
+        *above, folder = parent.parts or ("",)
+        names = beside[parent.parent] - {""}
         is_split = all(map(split_in if has_labels else is_exact, names))
         is_split |= is_exact(folder) and (has_labels or not above)
         return next(filter(None, map(split_in, [*above, *[folder] * is_split])), "")
 
-    return {image: split for image in images if (split := split_of(image))}
+    return {image: split for image in images if (split := split_of(image.parent))}
 
 
 def is_exact(name: str) -> bool:
@@ -228,6 +230,7 @@ def like_splits(images: Iterable[Path]) -> list[str]:
 def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
     """Return a note on folders next to those of the classes that hold no image, if any."""
     classes = {image.parent for image in images}
-    beside = {path for path in paths if path.parent in {each.parent for each in classes}}
+    above = {each.parent for each in classes}
+    beside = {path for path in paths if path.parent in above}
     empty = sorted(str(p) for p in beside - classes if Path(folder, p).is_dir())
     return [f"without an image: {printable(joined(empty, 80))}"] if empty else []

@@ -43,8 +43,8 @@ class Listing:
     column: str = ""  # the table's column of files or paths
     folder: str = ""  # in which the files lie, unless they are named otherwise
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
-    # Paths by number, of images that are files, and by numbers below 0 of the tables
-    files: dict[int, str] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)  # path by number, of those in a file
+    tables: list[str] = field(default_factory=list)  # paths of tables, which may lie elsewhere
     broken: dict[int, str] = field(default_factory=dict)  # name and reason, by number
 
     def __len__(self) -> int:
@@ -60,7 +60,8 @@ class Listing:
             fault = f"{self.typed}: has {len(self.classes):,} classes ({names})"
             raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
         labels = np.concatenate([*self.targets.values()])
-        every, labels[[*self.broken]] = {*labels.tolist()}, -1
+        every = {*labels.tolist()}
+        labels[[*self.broken]] = -1
         ends = np.cumsum([len(each) for each in self.targets.values()])
         read = dict(zip(self.targets, np.split(labels, ends[:-1]), strict=True))
         test = read.get("test", np.arange(0))
@@ -77,7 +78,7 @@ class Listing:
 
     def outside(self) -> list[str]:
         """Return a note on images that do not lie in the folder, if any."""
-        images = (os.path.normpath(x) for n, x in self.files.items() if n >= 0 and self.folder)
+        images = (os.path.normpath(x) for x in self.files.values() if self.folder)
         away = sum(not file.startswith(f"{self.folder}/") for file in images)
         return [f"{count(away, 'image')} lie{'s' * (away == 1)} outside the folder"] if away else []
 

@@ -21,10 +21,9 @@ from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.files import regular
 from ddp_mnist.system.text import joined, shown_name
 
+MOST_READ = 2**22  # bytes of a table that is no metadata file, of which only the columns are told
 LEAD = re.compile(r"(sep=(.)\r?\n)?([ \t]*\r?\n)*")  # Excel's own first line, and blank ones
-# A number with a decimal comma, by what separates the columns: a program writes both as its country
-# does. With tabs, 1,000 may be a thousand, and is left alone.
-DECIMAL_COMMA = {";": r"[+-]?[0-9]*,[0-9]+", "\t": r"[+-]?[0-9]*,(?![0-9]{3}$)[0-9]+"}
+DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+")
 
 
 @dataclass
@@ -51,6 +50,11 @@ def is_name(cell: Any) -> bool:
     return isinstance(cell, str) and bool(cell.strip())
 
 
+def is_filled(cell: str | list[str] | None) -> bool:
+    """Return whether a cell, or one of those without a column, holds anything."""
+    return any(map(str.strip, [cell] if isinstance(cell, str) else cell or ()))
+
+
 def is_empty(cells: str) -> bool:
     return not cells.strip(" ,;\t")
 
@@ -75,18 +79,21 @@ def read_text(path: Path, at: str) -> str:
 
 
 def read_csv(path: Path, at: str) -> Table:
-    """Read columns separated by comma, semicolon or tab, whichever the heading has most of."""
+    """Read columns separated by comma, semicolon or tab: that next to file_name in the heading, or
+    else that which it has most of.
+    """
     text = read_text(path, at)
     lead: Any = LEAD.match(text)
     text, skipped = text[lead.end() :], lead[0].count("\n")
     heading = re.sub('"[^"]*"', "", text.partition("\n")[0])
-    separator = lead[2] or max(",;\t", key=heading.count)
+    named = (x for x in ",;\t" if "file_name" in map(str.strip, heading.lower().split(x)))
+    separator = lead[2] or next(named, max(",;\t", key=heading.count))
     csv.field_size_limit(2**31 - 1)  # a column that nobody asked for may hold anything
     opened = io.StringIO(text, newline="")
     reader = csv.DictReader(opened, delimiter=separator, skipinitialspace=True)
     reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
     rows = [(f"line {skipped + reader.line_num}", row) for row in reader]
-    rows = [each for each in rows if any("".join(x or "").strip() for x in each[1].values())]
+    rows = [each for each in rows if any(map(is_filled, each[1].values()))]
     return Table(columns, rows, separator)
 
 
@@ -145,12 +152,14 @@ def read_metadata(
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
             names, targets = cells_of(table, at, wanted, columns)
-            for name, target in zip(names, targets, strict=True):
+            for name, target, (place, _) in zip(names, targets, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
                 if labels.setdefault(image, target) != target:
                     both = f"{image} has the labels {labels[image]} and {target}"
-                    raise DataError(f"{at}: {both}; decide on one")
-    if all(isinstance(each, str) and re.fullmatch(r"0|[1-9]\d*", each) for each in labels.values()):
+                    raise DataError(f"{at}: {place}: {both}; decide on one")
+    if all(
+        isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in labels.values()
+    ):
         labels = {image: int(each) for image, each in labels.items()}
     if columns and not labels:
         named = ", ".join(("file_name", *columns))
@@ -172,14 +181,26 @@ def cells_of(
     check_cells(at, surplus, NO_MORE, places)
     names, *found = ([row.get(column) for row in rows] for column in wanted.values())
     check_cells(at, names, FILE_NAME, places)
-    comma = re.compile(DECIMAL_COMMA.get(table.separator, "(?!)"))
     for n, cells in enumerate(found):
         found[n] = cells = [x.strip() if isinstance(x, str) else x for x in cells]
         if columns:
-            found[n] = [str(x).replace(",", ".") if comma.fullmatch(str(x)) else x for x in cells]
+            found[n] = with_points(cells, table.separator)
         check = number_check(columns[n]) if columns else label_check("label")
         check_cells(at, found[n], check, places)
     return [*map(str, names)], [*zip(*found, strict=True)] if columns else found[0]
+
+
+def with_points(cells: list[Any], separator: str) -> list[Any]:
+    """Return numbers with a decimal point, if they have a comma and are not separated by one.
+
+    A program writes both as its country does. In a column that has points too, or where tabs
+    separate and each comma may be that of a thousand, commas are left, and then refused.
+    """
+    with_comma = [x for x in cells if DECIMAL_COMMA.fullmatch(str(x))]
+    is_tab = separator == "\t" and all(re.search(r",[0-9]{3}$", x) for x in with_comma)
+    if separator == "," or is_tab or any("." in str(x) for x in cells):
+        return cells
+    return [str(x).replace(",", ".") if DECIMAL_COMMA.fullmatch(str(x)) else x for x in cells]
 
 
 def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Path:
@@ -216,6 +237,9 @@ def other_tables(folder: str, paths: list[Path]) -> list[str]:
     named = list[str]()
     for file in [path for path in tables if not is_metadata(path)][:3]:
         name = shown_name(str(file))
+        if Path(folder, file).stat().st_size > MOST_READ:
+            named.append(f"{name} is a table")
+            continue
         with contextlib.suppress(DataError), blame(name, DataError):  # what it holds is not asked
             columns = READERS[file.suffix.lower()](Path(folder, file), name).columns
             named.append(f"{name} has the columns {joined(map(repr, columns), 80)}")

@@ -87,7 +87,7 @@ def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as place:
             table, files = read_tables(folder, place)
     listing = list_table(table, typed, options, folder)
-    listing.files = {-number: file for number, file in enumerate(files, start=1)}
+    listing.tables = files
     return listing
 
 

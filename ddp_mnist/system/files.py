@@ -47,14 +47,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raise OSError, for damage too: with EBADMSG, as disks that check their content raise it.
     """
-    raw, content, why = regular(path).read_bytes(), None, "is damaged, or no JSON object"
+    raw, content, why = regular(path).read_bytes(), None, "is damaged, or not a JSON object"
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(raw)
     if isinstance(content, dict):
         why = CHANGED
         if content.pop(SEAL, None) in (None, _digest_of(content)):  # older files have none
             return content
-    raise OSError(errno.EBADMSG, why, str(path))
+    raise OSError(errno.EBADMSG, f"{why}; put it back", str(path))
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path: Path | None = None
+        self.run_id = ""  # of the run, once it has one
         self.step = 0  # the last step that the run is known to have taken
         self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
         self.metrics_sha256 = hashlib.sha256()  # of these
@@ -146,7 +147,7 @@ class RunFolder:
 
     def status(self, **changes: Any) -> None:
         """Replace status.json, with the step, and changes of state, exit_code, phase or error."""
-        self._status |= {"step": self.step, **changes}
+        self._status |= {"step": self.step, "run_id": self.run_id, **changes}
         self.write_json(STATUS, self._status)
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
@@ -171,6 +172,12 @@ class RunFolder:
             self.check_ours()
             with files.storage_errors(self.path / name):
                 files.write_atomically(self.path / name, content)
+
+    def write_keys(self, keys: np.ndarray) -> str:
+        """Write the keys of the images that the run is trained on, uint64. Return the SHA-256."""
+        np.save(file := io.BytesIO(), keys)
+        self.write_bytes(TRAINED_ON, file.getvalue())
+        return hashlib.sha256(file.getvalue()).hexdigest()
 
     def check_ours(self) -> None:
         """Raise StorageError if the folder or its lock was removed: another run may write there."""
@@ -265,21 +272,17 @@ def resolve_link(path: Path) -> Path:
 def read_config(run: Path) -> dict[str, Any]:
     """Return config.json.
 
-    Raise CheckpointError if it is missing or damaged, or of another run than summary.json.
+    Raise CheckpointError if it is missing or damaged, or another run's summary.json or status.json
+    lies beside it.
     """
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
-    summary = files.read_if_whole(run / SUMMARY)
-    if summary.get("run_id", config.get("run_id")) != config.get("run_id"):
-        fault = f"{CONFIG} and {SUMMARY} are of two runs"
-        raise CheckpointError(f"{run}: {fault}; put back the one that belongs here")
+        for name in (SUMMARY, STATUS):
+            run_id = files.read_if_whole(run / name).get("run_id", config["run_id"])
+            if run_id != config["run_id"]:
+                fault = f"{CONFIG} and {name} are of two runs"
+                raise CheckpointError(f"{run}: {fault}; put back the one that belongs here")
     return config
-
-
-def trained_on_bytes(keys: np.ndarray) -> bytes:
-    """Return the content of trained_on.npy: the keys, uint64, sorted."""
-    np.save(file := io.BytesIO(), keys)
-    return file.getvalue()
 
 
 def trained_on(run: str | Path) -> np.ndarray:

@@ -62,8 +62,10 @@ def read_bytes(run: str) -> bytes:
     """
     status, summary = (read_if_whole(Path(run) / name) for name in (STATUS, SUMMARY))
     with blame(run, CheckpointError):
-        state = status.get("state", "unknown" if (Path(run) / STATUS).exists() else "finished")
-    unfinished, so_far = state != "finished", f"state {state}, step {status.get('step')}"
+        is_damaged = not status and (Path(run) / STATUS).exists()
+    unfinished = is_damaged or status.get("state", "finished") != "finished"
+    so_far = f"state {status.get('state')}, step {status.get('step')}"
+    so_far = f"{STATUS} is damaged" if is_damaged else so_far
     go_on = f"let it finish, or add --resume {quoted(run)} to the command that started it"
     try:
         content = regular(Path(run) / MODEL).read_bytes()
@@ -76,7 +78,9 @@ def read_bytes(run: str) -> bytes:
     if summary.get("model_sha256", found := hashlib.sha256(content).hexdigest()) != found:
         fix = f"remove it, and train --resume {quoted(run)} writes it again"
         raise CheckpointError(f"{run}: {MODEL} is damaged, or not that of {SUMMARY}; {fix}")
-    if unfinished and "steps" in summary:
+    if is_damaged:
+        warn(f"{run}: {so_far}: whether this is the model of a finished run is unknown")
+    elif unfinished and "steps" in summary:
         earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"
         warn(f"{run}: {earlier} ({so_far}); {go_on}")
     return content

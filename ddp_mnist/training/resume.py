@@ -77,7 +77,8 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
         why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
         fault, fix = f"{path} holds no run to resume ({name}: {why})", name_a_run()
         if getattr(error, "errno", None) == errno.EBADMSG:
-            fault, fix = f"{path}/{name} {why}", "put it back, or begin another run"
+            other = "begin another run" if name == CONFIG else "remove it"
+            raise CheckpointError(f"--resume {resume}: {path}/{name} {why}, or {other}") from error
         raise CheckpointError(f"--resume {resume}: {fault}; {fix}") from error
 
 

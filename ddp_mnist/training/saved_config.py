@@ -52,17 +52,19 @@ def saved_config(
     }
 
 
-def why_others(images: ImageData, saved: dict[str, Any], dataset: str) -> tuple[str, str] | None:
+def why_others(
+    images: ImageData, saved: dict[str, Any], dataset: str, put_back: str
+) -> tuple[str, str] | None:
     """Return why images are not those of a run, and what to do; None if they are.
 
-    `saved` is its config.json.
+    `saved` is its config.json, `put_back` what to do if they have changed.
     """
     if images.digest == saved["digest"]:
         return None
     if (made := saved.get("format")) != RUN_FORMAT:
         other = f"it was trained by another version of ddp_mnist (format {made})"
         return f"{other}, which compares images in another way", "use that"
-    return f"the images of {dataset} have changed since the run", "put them back"
+    return f"the images of {dataset} have changed since the run", put_back
 
 
 def must_be_equal(run: TrainingRun) -> dict[str, Any]:

@@ -5,7 +5,6 @@ open the folder.
 """
 
 import contextlib
-import hashlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,14 +31,7 @@ from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, tracking
-from ddp_mnist.training.folder import (
-    CONFIG,
-    FOLDER_KEY,
-    TRAINED_ON,
-    RunFolder,
-    trained_on,
-    trained_on_bytes,
-)
+from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
@@ -176,8 +168,8 @@ def without_seen(
     if not weights or weights.entry or len(seen) or config.resumes:
         return images
     if initial_weights.read_weights(weights.name)[1]:  # has the names of classes: a run made it
-        lost = f"--weights {weights}: without {TRAINED_ON} beside it, this may test on images that"
-        images = images.with_caveat(f"{lost} it has seen")
+        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
+        images = images.with_caveat(f"{without}, this may test on images that it has seen")
     return images
 
 
@@ -193,22 +185,20 @@ def open_folder(
     """
     flags, images = run.config.run, run.images
     run_id = earlier.saved["run_id"] if earlier else uuid.uuid4().hex
-    raw = b"" if earlier else None
+    raw, folder.run_id = b"" if earlier else None, run_id
 
     def open_it() -> str:
         nonlocal raw
-        seen = np.union1d(images.train_keys(), run.found.seen)
         if earlier:
-            seen = np.union1d(seen, trained_on(earlier.path))
             raw, lines = resume.load_latest(run, folder, earlier)
             folder.begin()
             for line in lines:
                 console.print(line)
+            trained_on = earlier.saved["trained_on"]  # the images are the same
         else:
             folder.create(flags.run_dir, images.name, begin_again=flags.resume == "auto")
-        folder.write_bytes(TRAINED_ON, keys := trained_on_bytes(seen))
-        keys_sha256 = hashlib.sha256(keys).hexdigest()
-        folder.write_json(CONFIG, saved_config(run, run_id, str(folder.path), keys_sha256))
+            trained_on = folder.write_keys(np.union1d(images.train_keys(), run.found.seen))
+        folder.write_json(CONFIG, saved_config(run, run_id, str(folder.path), trained_on))
         return str(folder.path)
 
     where = run.world.store.broadcast_from_rank0(FOLDER_KEY, open_it)

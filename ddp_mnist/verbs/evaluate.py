@@ -130,9 +130,9 @@ def _load(
     if not flags.dataset:
         check_still_there(name, flags.run)
         images = load(name, options=options)
-        if found := why_others(images, config, name):
-            now = f"evaluate it on the current ones: --dataset {quoted(name)}"
-            raise DataError(f"{flags.run}: {'; '.join(found)}, or {now}")
+        now = f"put them back, or evaluate it on the current ones: --dataset {quoted(name)}"
+        if found := why_others(images, config, name, now):
+            raise DataError(f"{flags.run}: {'; '.join(found)}")
         return images
     options = replace(options, test_size=0)
     known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
@@ -140,15 +140,33 @@ def _load(
         options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)
     images = load(flags.dataset, options=options)
 
-    def has_known() -> bool:  # on rank 0, which has the run
-        known, every = folder.trained_on(flags.run), np.arange(len(images.keys))
-        return bool(test_share and images.are_among(known, every).any())
-
+    known = store.broadcast_from_rank0("known images", lambda: _known(flags, images, name))
     # Images from which the run's own test was drawn are split as they were.
-    if store.broadcast_from_rank0("known images", has_known):
-        options = replace(options, test_size=test_share)
-        images = load(flags.dataset, options=options)
+    if known != "none" and test_share:
+        images = load(flags.dataset, options=replace(options, test_size=test_share))
+    if known == "some" and images.source == f"folder:{name}":
+        images = images.with_caveat(
+            "some images that it was trained on are not there as they were: if their files were"
+            " edited, they count as unseen"
+        )
     return _relabelled(images, trained.task.names, flags) if images.classes else images
+
+
+def _known(flags: Evaluate, images: ImageData, dataset: str) -> str:
+    """Return whether all, some or none of the images that the run was trained on are there.
+
+    To be called on rank 0, which has the run. Raise DataError if it is its own folder, and none is:
+    they may have been edited.
+    """
+    known = folder.trained_on(flags.run)
+    is_there = np.isin(known, np.concatenate([images.keys, images.decoded_keys]))
+    if is_there.any():
+        return "all" if is_there.all() else "some"
+    if known.size and images.source == f"folder:{dataset}":
+        why = f"none of the images that {flags.run} was trained on is in its own folder as it was"
+        fix = "put them back, or give images that it has not seen"
+        raise DataError(f"--dataset {flags.dataset}: {why}; {fix}")
+    return "none"
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:

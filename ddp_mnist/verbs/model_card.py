@@ -92,13 +92,10 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
 
     Raise CheckpointError if summary.json or config.json of the run is missing or damaged.
     """
-    found = dict[str, dict[str, Any]]()
-    for name in (folder.SUMMARY, folder.CONFIG):
-        with blame(str(file := Path(flags.run) / name), CheckpointError):
-            found[name] = files.read_json(file)
-    summary, net = found[folder.SUMMARY], trained.architecture.partition(":")[2]
+    config, net = folder.read_config(Path(flags.run)), trained.architecture.partition(":")[2]
     with blame(f"{flags.run}/{folder.SUMMARY}", CheckpointError):  # a value that makes no sense
-        recipe, weights = found[folder.CONFIG]["recipe"], summary["weights"] or "random weights"
+        summary, recipe = files.read_json(Path(flags.run) / folder.SUMMARY), config["recipe"]
+        weights = summary["weights"] or "random weights"
         # where a file of weights lies is not for others
         is_name = re.search(r"^\w+_Weights\.|^random ", weights)
         return render(

@@ -88,8 +88,7 @@ def run(flags: Report) -> None:
             console.print(f"written to {picture}")
     if changed:
         why, fix = changed
-        missing = f"{run.name}: {why}, so the page shows no mistakes of it"
-        raise DataError(f"{missing}; {fix}, or name a copy of them with --dataset")
+        raise DataError(f"{run.name}: {why}, so the page shows no mistakes of it; {fix}")
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -132,16 +131,16 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
             check_still_there(dataset, run.name)
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
-        read = cache.cached if source.kind == "hub" else cache.load
-        images = read(dataset, cache_dir, options)
-        if images is None:
+        if source.kind == "hub" and not cache.cached(dataset, cache_dir, options):
             fix = "name their place: --dataset"
             raise DataError(f"the test images are not in the cache of this machine; {fix}")
+        images = cache.load(dataset, cache_dir, options)
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
         return None
-    if others := why_others(images, run.config, dataset):
+    put_back = "put them back, or name a copy of them with --dataset"
+    if others := why_others(images, run.config, dataset, put_back):
         run.no_mistakes = f"They cannot be shown: {others[0]}."
         return others
     run.no_mistakes = "There are none."

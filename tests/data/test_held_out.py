@@ -278,7 +278,10 @@ def test_images_that_the_first_weights_were_trained_on_are_counted_by_no_later_r
         seen = now
     exported = "second/export/model.safetensors"
     said = typed(*command, "--weights", exported, "--dry-run").out
-    assert f"--weights {exported}: without trained_on.npy beside it, this may test on" in said
+    assert (
+        f"--weights {exported}: without a trained_on.npy of this version next to it, this may test on"
+        in said
+    )
     with pytest.raises(DataError, match=r"^w: \d+ of \d+ test images; give images"):
         images.without(images.keys, "w")
 
