@@ -119,7 +119,8 @@ def blamed(typed: str, kind: type[DdpMnistError], error: BaseException, fix: str
         why = "it holds more than tensors, or is damaged; nothing in it was run"
     elif is_systems:
         file = os.fsdecode(getattr(root, "filename", None) or "")
-        is_told = file in typed or str(Path(file).parent) in typed
+        *_, last = typed.split(": ")
+        is_told = file in typed or str(Path(file).parent) in typed or file.endswith(f"/{last}")
         why = why if is_told else f"{file}: {why}"
     elif why != name:
         why = f"{name}: {why}"

@@ -122,7 +122,8 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert (summary["dataset"]["train_rows"], summary["dataset"]["test_rows"]) == (1437, 360)
 
     expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
-    assert read_json(run / "status.json") == expected
+    run_id = read_json(run / "config.json")["run_id"]
+    assert read_json(run / "status.json") == expected | {"run_id": run_id}
 
     steps, validations = metrics(run), metrics(run, "val_accuracy")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

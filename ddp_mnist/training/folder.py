@@ -147,7 +147,8 @@ class RunFolder:
 
     def status(self, **changes: Any) -> None:
         """Replace status.json, with the step, and changes of state, exit_code, phase or error."""
-        self._status |= {"step": self.step, "run_id": self.run_id, **changes}
+        of_run = {"run_id": self.run_id} if self.run_id else {}
+        self._status |= {"step": self.step, **of_run, **changes}
         self.write_json(STATUS, self._status)
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
@@ -278,8 +279,8 @@ def read_config(run: Path) -> dict[str, Any]:
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
         for name in (SUMMARY, STATUS):
-            run_id = files.read_if_whole(run / name).get("run_id", config["run_id"])
-            if run_id != config["run_id"]:
+            run_id = files.read_if_whole(run / name).get("run_id", config.get("run_id"))
+            if run_id != config.get("run_id"):
                 fault = f"{CONFIG} and {name} are of two runs"
                 raise CheckpointError(f"{run}: {fault}; put back the one that belongs here")
     return config

@@ -78,11 +78,10 @@ def read_bytes(run: str) -> bytes:
     if summary.get("model_sha256", found := hashlib.sha256(content).hexdigest()) != found:
         fix = f"remove it, and train --resume {quoted(run)} writes it again"
         raise CheckpointError(f"{run}: {MODEL} is damaged, or not that of {SUMMARY}; {fix}")
-    if is_damaged:
-        warn(f"{run}: {so_far}: whether this is the model of a finished run is unknown")
-    elif unfinished and "steps" in summary:
-        earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"
-        warn(f"{run}: {earlier} ({so_far}); {go_on}")
+    if unfinished and "steps" in summary:
+        earlier = f"this is the model of step {summary['steps']}"
+        when = "perhaps from before" if is_damaged else "from before"
+        warn(f"{run}: {earlier}, {when} the run was resumed ({so_far}); {go_on}")
     return content
 
 

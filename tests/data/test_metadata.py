@@ -99,7 +99,7 @@ def test_a_file_is_found_in_another_spelling(named: str, there: str, tmp_path: P
 def test_decimal_commas_where_columns_are_not_separated_by_them(
     separator: str, tmp_path: Path
 ) -> None:
-    cells = ["24,9", "-0,25", "7", "1.5"]
+    cells = ["24,9", "-0,25", "7", "1,500"]
     rows = [*zip(NAMES, cells, strict=True)]
     found = listed(tmp_path, csv(separator, "file_name,x", rows), "metadata.csv", NUMBERS)
     assert found.targets["train"].tolist() == [[pytest.approx(x)] for x in (24.9, -0.25, 7, 1.5)]
@@ -149,8 +149,8 @@ def test_all_cells_that_are_no_numbers_are_told_at_once(tmp_path: Path) -> None:
     cells = {1: "", 3: "24,9", 5: "nan", 6: "1e39"}
     rows = [("0.png", cells.get(row, "1.5")) for row in range(9)]
     line = (
-        f"--dataset {tmp_path}: metadata.tsv: 3 of 9 rows have no number in column x: line 3 is '',"
-        " line 7 is 'nan', line 8 is '1e39'; give numbers below 3e+38, or delete these rows"
+        f"--dataset {tmp_path}: metadata.tsv: 4 of 9 rows have no number in column x: line 3 is '',"
+        " line 5 is '24,9', line 7 is 'nan', ...; give numbers below 3e+38, or delete these rows"
     )
     with pytest.raises(DataError) as refused:
         listed(tmp_path, csv("\t", "file_name,x", rows), "metadata.tsv", NUMBERS)

@@ -143,9 +143,12 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "told"),
     [
-        ('{"state": "running", "step": 50}', "state running, step 50"),
+        (
+            '{"state": "running", "step": 50}',
+            "from before the run was resumed (state running, step 50)",
+        ),
         ('{"state": "finished", "step": 50}', ""),
-        ("", "state unknown, step None"),  # damaged
+        ("", "perhaps from before the run was resumed (status.json is damaged)"),
     ],
 )
 def test_fault_52_a_model_of_before_more_epochs_is_returned_with_a_warning(
@@ -159,8 +162,7 @@ def test_fault_52_a_model_of_before_more_epochs_is_returned_with_a_warning(
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 45}))
     assert model_file.read_bytes(str(tmp_path)) == content
     expected = (
-        f"ddp-mnist: warning: {tmp_path}: this is the model of step 45, from before the run was"
-        f" resumed ({told}); let it finish, or add --resume {tmp_path} to the"
-        " command that started it\n"
+        f"ddp-mnist: warning: {tmp_path}: this is the model of step 45, {told}; let it finish, or"
+        f" add --resume {tmp_path} to the command that started it\n"
     )
     assert capsys.readouterr().err == (expected if told else "")

@@ -344,10 +344,10 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
     (run / "status.json").write_text(json.dumps(STARTING))
     good, unsealed = (run / "config.json").read_text(), json.dumps(read_json(run / "config.json"))
     for damage, line in {
-        "": "run/config.json is damaged, or no JSON object; put it back, or begin another run",
+        "": "run/config.json is damaged, or not a JSON object; put it back, or begin another run",
         "{}": "run holds no run to resume (run: damaged, or from another program)",
-        "[]": "run/config.json is damaged, or no JSON object",
-        good[:100]: "run/config.json is damaged, or no JSON object",
+        "[]": "run/config.json is damaged, or not a JSON object",
+        good[:100]: "run/config.json is damaged, or not a JSON object",
         good.replace('"seed": 0', '"seed": 1'): f"run/config.json {CHANGED}; put it back, or begin",
     }.items():
         (run / "config.json").write_text(damage)
