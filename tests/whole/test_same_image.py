@@ -21,13 +21,12 @@ from tests.commands import Typed
 from tests.data_sets import noise
 
 SIDE = 12  # of the squares to which the images of 20x14 are decoded
-COUNT = 60
 Change = Callable[[PIL.Image.Image], PIL.Image.Image]
 
 
 def lay(place: Path) -> None:
     """Write photos of six forms, each of which other programs store otherwise."""
-    for number in range(COUNT):
+    for number in range(60):
         image, options = noise(number, (14, 20)), dict[str, Any]()
         if number % 6 == 0:
             (exif := PIL.Image.Exif())[Base.Orientation] = 6
@@ -51,9 +50,8 @@ def shown(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith("I"):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     layer = image.convert("RGBA")
-    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, "white"), layer).convert(
-        "RGB"
-    )
+    white = PIL.Image.new("RGBA", layer.size, "white")
+    return PIL.Image.alpha_composite(white, layer).convert("RGB")
 
 
 def resized(image: PIL.Image.Image) -> PIL.Image.Image:
