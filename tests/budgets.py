@@ -61,13 +61,12 @@ def test_the_flags_of_a_verb(verb: str) -> None:
 
 def test_the_names_that_a_user_may_rely_on() -> None:
     for module, names in PUBLIC.items():
-        own = [
-            n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__
-        ]
+        found = vars(module).items()
+        own = [n for n, x in found if getattr(x, "__module__", "") == module.__name__]
         public = {n for n in own if not n.startswith("_")}
         assert public == {*names.split()}
-    found = sorted(name for name in vars(task.Task) if not name.startswith("_"))
-    assert found == sorted(f"{OF_A_TASK} {OF_ALL_TASKS}".split())
+    of_task = sorted(name for name in vars(task.Task) if not name.startswith("_"))
+    assert of_task == sorted(f"{OF_A_TASK} {OF_ALL_TASKS}".split())
 
 
 def code_lines(path: Path) -> set[int]:

@@ -15,14 +15,18 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ddp_mnist.cluster.local_world import run_world
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
 TRAIN = ["-m", "ddp_mnist", "train"]
 TORCHRUN = ["-m", "torch.distributed.run"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+MULTI_CPU = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml")]
 MAKE = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "VENV="]
 # 45 steps in float64, of the net that needs the least time: starting is what is tested with it.
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
@@ -40,11 +44,8 @@ class Slow(MLP):
 """
 
 # Packages of a person who has them by this variable alone, as on some clusters
-OTHER_PACKAGES = [
-    folder
-    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder and Path(folder).resolve() != REPOSITORY
-]
+GIVEN = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+OTHER_PACKAGES = [folder for folder in GIVEN if Path(folder).resolve() != REPOSITORY]
 
 # What a machine's launcher prints after a complete run if that of machine 0, which serves their
 # store, ended a moment before it: https://github.com/pytorch/pytorch/issues/69520
@@ -95,6 +96,11 @@ def python_path(*folders: Path) -> str:
 def proof(run: Path, *more: str) -> list[str]:
     """Return the arguments of the run that every way of starting has to repeat."""
     return [*TRAIN, *PROOF.split(), str(run), *more]
+
+
+def torchrun(processes: int) -> list[str]:
+    """Return the arguments that start so many processes on this machine."""
+    return [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes)]
 
 
 def require_programs(*names: str) -> None:
@@ -198,11 +204,8 @@ def all_succeed(started: list[Started]) -> list[str]:
 
 # --- Commands of the documents
 
-PAGES = sorted(
-    path.relative_to(REPOSITORY)
-    for folder in ("", "docs", "docs/course", "deploy")
-    for path in (REPOSITORY / folder).glob("*.md")
-)
+FOLDERS = [REPOSITORY / name for name in ("", "docs", "docs/course", "deploy")]
+PAGES = sorted(page.relative_to(REPOSITORY) for each in FOLDERS for page in each.glob("*.md"))
 ENGLISH = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]  # of equal commands
 
 
@@ -268,6 +271,18 @@ def run_here(argv: list[str], file: bool) -> tuple[int, str]:
                 code = int(ended.code or 0)
         printed.seek(0)
         return code, printed.read()
+
+
+def run_command(
+    argv: list[str], folder: Path, size: int = 1, file: bool = False, **options: Any
+) -> str:
+    """Run it in so many processes, which have torch loaded; return what they print, rank 0 first.
+
+    Check that all end with code 0.
+    """
+    outcomes = run_world(size, run_here, argv, file, folder=folder, **options)
+    assert {code for code, _ in outcomes} == {0}, outcomes
+    return "".join(printed for _, printed in outcomes)
 
 
 def on_forked_terminal(code: str, columns: int = 80, term: str = "xterm") -> tuple[int, str]:

@@ -18,12 +18,12 @@ import pytest
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
-from ddp_mnist.cluster.local_world import preload, run_world
+from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.system.locks import take
-from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path, run_here
+from tests.commands import REPOSITORY, Ended, Typed, proof, python_path, run_command
 from tests.hosts import require_flock
 
-Maker = Callable[[Path], None]
+Maker = Callable[[Path], object]
 
 unfreeze = gc.unfreeze
 gc.disable()  # until all tests are collected: modules are no garbage
@@ -40,9 +40,8 @@ MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers share the cores, where OpenMP's threads would spin
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # workers share the cores, where OpenMP's threads would spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SECONDS = "ddp_mnist/seconds"  # of each file's tests the last time, in pytest's cache
@@ -198,27 +197,11 @@ def once(shared: Path) -> Callable[[str, Maker], Path]:
 
 
 @pytest.fixture(scope="session")
-def mnist_run(mnist: Path, once: Callable[[str, Maker], Path]) -> Path:
-    """Return a default run on the real MNIST; out.txt has what it printed."""
-
-    def make(folder: Path) -> None:
-        one_thread = {"OMP_NUM_THREADS": "1"}  # waits for no other
-        ended = python(*TRAIN, "--dataset", str(mnist), folder=folder, variables=one_thread)
-        assert ended.code == 0, ended.err
-        (folder / "out.txt").write_text(ended.out)
-
-    return once("default", make) / "runs" / "mnist-001"
-
-
-@pytest.fixture(scope="session")
 def alone(once: Callable[[str, Maker], Path]) -> Path:
     """Return the run of one process that every other way of starting has to equal."""
 
-    def make(folder: Path) -> None:
-        [(code, printed)] = run_world(1, run_here, proof(folder / "run")[2:], False, folder=folder)
-        assert code == 0, printed
-
-    return once("alone", make) / "run"
+    made = once("alone", lambda folder: run_command(proof(folder / "run")[2:], folder))
+    return made / "run"
 
 
 @pytest.fixture

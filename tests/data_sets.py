@@ -1,10 +1,11 @@
 """Data sets that tests write: of every format, of noise, of odd images, of few digits."""
 
+import csv
 import gzip
 import io
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +156,13 @@ def write_digits(folder: Path) -> Path:
         files = cells_of([encoded(image[0].numpy()) for image in images[:count]])
         write_split(folder, split, DIGITS, image=files, label=labels[:count].tolist())
     return folder
+
+
+def write_metadata(
+    folder: Path, rows: Iterable[Sequence[object]], columns: str = "file_name label"
+) -> None:
+    with (folder / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([columns.split(), *rows])
 
 
 # --- Folders of images of noise

@@ -4,18 +4,24 @@ import contextlib
 import dataclasses
 import io
 import json
+import shutil
 import signal
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core import recipe as core
+from ddp_mnist.core.task import Classification, Task
+from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.nets.build import build_net
 from ddp_mnist.system.files import read_json
-from ddp_mnist.training import checkpoint
+from ddp_mnist.training import checkpoint, model_file
 from ddp_mnist.training.folder import STATUS
 from ddp_mnist.verbs.verify.watch import just_train, largest_difference, train_until, weights_of
 
@@ -25,9 +31,8 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
     groups = {}
     for name in ("run", "recipe", "distribution"):
         group = getattr(config, name)
-        groups[name] = dataclasses.replace(
-            group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
-        )
+        own = {flag: value for flag, value in flags.items() if hasattr(group, flag)}
+        groups[name] = dataclasses.replace(group, **own)
     return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
 
 
@@ -61,6 +66,22 @@ def own_module(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPat
     path = folder / f"{name}.py"
     path.write_text(text)
     return path
+
+
+def untrained(run: Path, name: str, made: ImageFormat, task: Task, folder: Path) -> Path:
+    """Return a copy of the run with another net, whose outputs are not all alike."""
+    shutil.copytree(run, folder)
+    torch.manual_seed(1)
+    net = build_net(name, task, made)
+    [*net.parameters()][-2].data *= 4
+    net.train()(torch.randint(0, 256, (8, *made.shape), dtype=torch.uint8))  # for BatchNorm
+    content = model_file.to_bytes(net.net.state_dict(), name, task, made)
+    (folder / "model.safetensors").write_bytes(content)
+    summary = read_json(folder / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
+    if not isinstance(task, Classification):
+        summary |= {"classes": [], "score_name": "error", "test_error": 1.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
 
 
 def what_it_says(config: TrainConfig) -> str:

@@ -67,14 +67,13 @@ def refused(function: Any, *args: Any, **keywords: Any) -> str:
 
 
 ARRAY = np.zeros((4, 4), dtype=np.uint8)
-IMAGE = PIL.Image.fromarray(ARRAY)
 PATHS = "; save it, and give its path"
 NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.train, {"dogs": 1}, "dogs: unknown keyword; see ddp-mnist VERB --help"),
     (api.train, {"epoch": 1}, "epoch: unknown keyword; did you mean epochs?"),
     (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),
     (api.train, {"weight_decay": None}, "--weight-decay None: must be a number, at least 0 and at"),
-    (api.predict, {"images": IMAGE}, f"images: got Image{PATHS}"),
+    (api.predict, {"images": PIL.Image.fromarray(ARRAY)}, f"images: got Image{PATHS}"),
     (api.predict, {"images": b"\xff\xd8"}, f"images: got bytes{PATHS}"),
     (api.train, {"dataset": ARRAY}, "--dataset [[0 0 0 0]"),
     (api.predict, {"images": np.array(2)}, f"images: got ndarray{PATHS}"),
@@ -94,10 +93,8 @@ def test_what_a_command_line_cannot_be_given_is_refused_too(
 def test_another_thread_than_the_main_one_is_refused() -> None:
     with ThreadPoolExecutor(1, "other") as threads:
         told = threads.submit(refused, api.train, dataset="digits").result()
-    assert told == (
-        "thread other_0: signals reach the main thread alone; call the trainer there, or in a"
-        " process of its own"
-    )
+    advice = "call the trainer there, or in a process of its own"
+    assert told == f"thread other_0: signals reach the main thread alone; {advice}"
 
 
 def test_a_class_and_a_function_are_what_would_be_typed(
@@ -148,9 +145,8 @@ def test_evaluate_and_predict_return_what_the_command_line_prints(
 
 
 def what_may_change() -> list[Any]:
-    states = [
-        dict(state._shared_state) for state in (PartialState, AcceleratorState, GradientState)
-    ]
+    kinds = (PartialState, AcceleratorState, GradientState)
+    states = [dict(kind._shared_state) for kind in kinds]
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     library = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()

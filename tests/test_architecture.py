@@ -90,20 +90,6 @@ def unit(module: str) -> str:
     return path if path in FLOOR_OF else path.partition(".")[0] or "__init__"
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for name, tree in files().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{name}.{node.name}", node
-
-
-def nesting(node: ast.AST) -> int:
-    """Return how many blocks are open at the deepest place in `node`, itself included."""
-    blocks = (ast.For, ast.While, ast.If, ast.With, ast.Try)
-    deepest = max((nesting(child) for child in ast.iter_child_nodes(node)), default=0)
-    return deepest + isinstance(node, blocks)
-
-
 # --- Names and imports
 
 

@@ -153,10 +153,7 @@ def test_what_one_process_does_is_not_done_by_each(
     assert "runs/none" in line
 
 
-LINES = "verify --save", "report RUN --out", "predict RUN x.png --show"
-
-
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", ["verify --save", "report RUN --out", "predict RUN x.png --show"])
 def test_where_nothing_can_be_written_is_told_before_the_work(
     line: str, tmp_path: Path, typed: Typed
 ) -> None:

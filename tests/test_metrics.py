@@ -62,9 +62,7 @@ EXPECTED: dict[str, Any] = {
 OF_PROBABILITIES = {"roc_auc", "log_loss", "average_precision", "brier_score_loss", "hinge_loss"}
 
 
-def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line() -> None:
     taken = set()
     for name in [word.removesuffix("_score") for word in sk.__all__]:
         try:
@@ -73,7 +71,6 @@ def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line(
         except UsageError as error:
             assert str(error).startswith(f"--metrics {name}")
     assert taken >= EXPECTED.keys()
-    monkeypatch.chdir(digits)
     assert find_score("of_mine:recall_of_7")(np.array([7, 7]), np.array([7, 1])) == 0.5
     given = find_score(f"{sk.f1_score.__module__}:{sk.f1_score.__name__}")  # as from Python
     assert given(np.array([0, 1, 2]), np.array([0, 1, 1])) == pytest.approx(5 / 9)
@@ -87,16 +84,18 @@ def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line(
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 train images of all classes; 47 for the test, of which none is a 9."""
     every, place = cache.load("digits"), tmp_path_factory.mktemp("metrics")
-    kept = (of(every, "test").labels != 9).nonzero().flatten()[:47]
-    write_idx(
-        place / "digits",
-        train_images=of(every, "train").images[:400],
-        train_labels=of(every, "train").labels[:400],
-        test_images=of(every, "test").images[kept],
-        test_labels=of(every, "test").labels[kept],
-    )
+    train, test = of(every, "train"), of(every, "test")
+    kept = (test.labels != 9).nonzero().flatten()[:47]
+    files: dict[str, Any] = {"train_images": train.images[:400]}
+    files |= {"train_labels": train.labels[:400], "test_labels": test.labels[kept]}
+    write_idx(place / "digits", **files, test_images=test.images[kept])
     (place / "of_mine.py").write_text(OWN)
     return place
+
+
+@pytest.fixture(autouse=True)
+def there(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(digits)
 
 
 def config(run: str, *names: str, **flags: Any) -> TrainConfig:
@@ -112,10 +111,9 @@ def expected(labels: torch.Tensor, predictions: torch.Tensor) -> dict[str, Any]:
 
 
 def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
-    digits: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    digits: Path, typed: Typed
 ) -> None:
     """Equal to the last bit, of 31 and of 47 images; a class without images makes no noise."""
-    monkeypatch.chdir(digits)
     names = ["of_mine:ones", *EXPECTED, "of_mine:undefined"]
     run = digits / "run"
     asked = config(run.name, *names, dataset=str(digits / "digits"), trackers="tensorboard")
@@ -152,10 +150,8 @@ def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
     assert typed("report", run).code == 0
     page = (run / "report.html").read_text()
     tiles = dict(re.findall(r'data-figure="([\w:]+)">([^<]*)</data>', page))
-    assert {name: tiles[name] for name in ("f1", "of_mine:undefined")} == {
-        "f1": f"{wanted['f1']:.4f}",
-        "of_mine:undefined": "undefined",
-    }
+    assert tiles["f1"] == f"{wanted['f1']:.4f}"
+    assert tiles["of_mine:undefined"] == "undefined"
     assert f"metrics of_mine:ones</th><td>{wanted['of_mine:ones']}" in page
 
 
@@ -185,9 +181,8 @@ def test_a_function_that_fails_on_the_images_ends_all_ranks_in_one_line(digits: 
     ],
 )
 def test_what_is_no_metric_is_one_line_before_the_first_step(
-    name: str, says: str, digits: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    name: str, says: str, digits: Path, typed: Typed
 ) -> None:
-    monkeypatch.chdir(digits)
     ended = typed("train", "--dataset", "digits", "--quiet", "--metrics", f"f1,{name}")
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert ended.err.startswith(f"ddp-mnist: error: --metrics {name}{says}")

@@ -22,6 +22,7 @@ from ddp_mnist.task import options_of
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
+from tests.data_sets import write_metadata
 from tests.run_checks import apart, own_module, stop, with_flags
 
 OWN = """
@@ -77,18 +78,14 @@ def spots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number, (x, y) in enumerate(places):
         image = np.exp(-((pixels - x) ** 2 + (pixels[:, None] - y) ** 2) / 8)
         PIL.Image.fromarray(np.uint8(255 * image)).save(tmp_path / "spots" / f"{number}.png")
-    write_table(tmp_path / "spots", [[f"{n}.png", *place] for n, place in enumerate(places)])
+    rows = [[f"{number}.png", *place] for number, place in enumerate(places)]
+    write_metadata(tmp_path / "spots", rows, "file_name x y")
     return tmp_path / "spots"
 
 
 def read(folder: Path) -> ImageData:
     flags = {"task": "my_task:Spot", "image_size": None, "grey": False, "test_size": None}
     return cache.load(str(folder), options=options_of(flags))
-
-
-def write_table(folder: Path, rows: list[list[Any]], names: str = "file_name x y") -> None:
-    with (folder / "metadata.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([names.split(), *rows])
 
 
 def proof(folder: Path, run_dir: str) -> TrainConfig:
@@ -165,19 +162,8 @@ def test_what_does_not_fit_is_refused(spots: Path, typed: Typed) -> None:
         assert line.startswith(f"ddp-mnist: error: {words}")
 
 
-def test_a_cell_that_is_not_a_number_is_named(spots: Path) -> None:
-    for row, words in (
-        ("0.png,,2", "column x: line 2 is ''; give numbers below 3e"),
-        ("0.png,nan,2", "column x: line 2 is 'nan'; give numbers"),
-        ("0.png,1,1e39", "column y: line 2 is '1e39'; give numbers"),
-    ):
-        write_table(spots, [row.split(",")])
-        with pytest.raises(DataError, match=f"metadata.csv: 1 of 1 rows has no number in {words}"):
-            read(spots)
-
-
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
-    write_table(spots, [["0.png", 1]], "file_name x")
+    write_metadata(spots, [["0.png", 1]], "file_name x")
     there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, only "
     with pytest.raises(DataError, match=f"{there}.*, and was not used; add what is missing$"):
         read(spots)

@@ -11,9 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import PRESETS, resolve_recipe
-from ddp_mnist.config.train_config import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
@@ -45,13 +44,10 @@ def test_n_processes_equal_one(size: int, one_process: OneProcess, tmp_path: Pat
     check_equal(tmp_path / "run", reference, size)  # the logged losses are those of all processes
 
 
-def test_every_rank_tests_with_rank_0s_statistics(
-    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_tests_with_rank_0s_statistics(here: Path, typed: Typed) -> None:
     """Ranks' BatchNorm differs after the last step, unless a validation's forward has sent it."""
-    monkeypatch.chdir(tmp_path)
     config = watch.proof_config(model="cnn_bn", epochs=1, val_size=0)
-    [summary, _] = run_world(2, watch.just_train, config, folder=tmp_path)
+    [summary, _] = run_world(2, watch.just_train, config, folder=here)
     found = json.loads(typed("evaluate", "run", "--json").out)
     assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-9)
 
@@ -159,24 +155,9 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(
     assert list(there.iterdir()) == []
 
 
-def test_a_folder_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
-    for rank in range(2):
-        write_idx(tmp_path / str(rank) / "data" / "set")
-    first, second = run_world(2, train_in_a_folder_of_its_own, folder=tmp_path)
-    assert first["test_count"] == second["test_count"] == 5
-    assert first["dataset"]["source"] == f"folder:{tmp_path}/0/data/set"
-
-
-def train_in_a_folder_of_its_own() -> dict[str, Any]:
-    os.chdir(os.environ["RANK"])
-    return watch.just_train(of_a_folder())
-
-
 def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
-    config = TrainConfig(
-        RunFlags(dataset="digits", dry_run=True),
-        distribution=Distribution(cpu=True, mixed_precision="no"),
-    )
+    flags = {"dataset": "digits", "dry_run": True, "cpu": True, "mixed_precision": "no"}
+    config = with_flags(TrainConfig(), **flags)
     shown, silent = run_world(2, what_it_says, config, folder=tmp_path)
     assert silent == ""
     assert list(tmp_path.iterdir()) == []

@@ -72,9 +72,7 @@ def test_fault_25_fp16_on_a_cpu(monkeypatch: Patch) -> None:
     assert choose_device(Distribution(cpu=True), PAIR).precision != "fp16"
 
 
-def test_the_compiler_that_the_launcher_names_beats_the_flags(
-    monkeypatch: Patch,
-) -> None:
+def test_the_compiler_that_the_launcher_names_beats_the_flags(monkeypatch: Patch) -> None:
     plain, compiled = Distribution(), Distribution(compile=True)
     assert choose_device(plain, Launch()).compile_options == {}
     assert choose_device(compiled, Launch()).compile_options == {"backend": "inductor"}
@@ -130,9 +128,8 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
         on_a("cuda", on_a_gpu, native=False)
         for precision in ("fp16", None):
             with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add --mixed-precisi"):
-                choose_device(
-                    Distribution(comm_hook="powersgd", mixed_precision=precision), Launch()
-                )
+                flags = Distribution(comm_hook="powersgd", mixed_precision=precision)
+                choose_device(flags, Launch())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU: ValueError: "):
         choose_device(Distribution(cpu=True), Launch())

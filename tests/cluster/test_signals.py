@@ -77,9 +77,8 @@ def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurr
     number: int, code: int
 ) -> None:
     with listen():
-        with pytest.raises(
-            Stopped, match=r"^SIG\w+: stopped before there was anything to save$"
-        ) as raised:
+        line = r"^SIG\w+: stopped before there was anything to save$"
+        with pytest.raises(Stopped, match=line) as raised:
             os.kill(os.getpid(), number)
         assert raised.value.code == code
         for other in (TERM, USR1, HUP):

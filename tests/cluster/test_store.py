@@ -56,10 +56,8 @@ def calls_of_runs(folder: Path) -> list[int]:
 
 
 def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> None:
-    few, many = (
-        run_world(size, calls_of_runs, tmp_path / str(size), folder=tmp_path, timeout_s=500)
-        for size in (2, 8)
-    )
+    slow: dict[str, Any] = {"folder": tmp_path, "timeout_s": 500}
+    few, many = (run_world(size, calls_of_runs, tmp_path / str(size), **slow) for size in (2, 8))
     for of_few, of_many in zip(zip(*few, strict=True), zip(*many, strict=True), strict=True):
         assert max(of_many[1:]) <= 1.25 * max(of_few[1:])
         assert max(of_many) <= 60  # rank 0's too
@@ -148,8 +146,6 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
         return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
 
     results = each_of(4, lambda store: check_same(store, facts(store.rank)))
-    expected = (
-        "torch: rank 0 has 2.15, rank 1, 3 has 2.14;"
-        " start every process with the same flags, data and packages"
-    )
+    advice = "start every process with the same flags, data and packages"
+    expected = f"torch: rank 0 has 2.15, rank 1, 3 has 2.14; {advice}"
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4

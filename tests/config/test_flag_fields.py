@@ -14,9 +14,8 @@ from ddp_mnist.errors import UsageError
 
 GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)
 ALL = [(group, field) for group in GROUPS for field in flag_fields(group)]
-INTS, FLOATS, WORDS = (
-    [(group, field) for group, field in ALL if kind_of(field) is kind] for kind in (int, float, str)
-)
+OF_KIND = {kind: [each for each in ALL if kind_of(each[1]) is kind] for kind in (int, float, str)}
+INTS, FLOATS, WORDS = OF_KIND.values()
 # Words with a form, where not any word will do.
 WITH_A_FORM = {
     "model": (*NETS, "torchvision:resnet18", "own_net:Net", "my_package.nets:make_net"),

@@ -118,10 +118,8 @@ def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
     assert shared.batch_size == 24
     with pytest.raises(UsageError) as refused:
         resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
-    assert str(refused.value) == (
-        "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); let"
-        " that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
-    )
+    line = "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); "
+    assert str(refused.value) == f"{line}let that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)

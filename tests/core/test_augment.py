@@ -119,9 +119,8 @@ def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
     leans = {"area", "log aspect"}  # these two are clamped where a crop would leave the picture
     assert torch.stack(whole).corrcoef().fill_diagonal_(0).abs().max() < 0.03
     for name in found.keys() - leans:
-        assert found[name].mean().item() == pytest.approx(
-            {"mirrored": 0.5, "x": 0, "y": 0}.get(name, 1), abs=0.02
-        ), name
+        middle = {"mirrored": 0.5, "x": 0, "y": 0}.get(name, 1)
+        assert found[name].mean().item() == pytest.approx(middle, abs=0.02), name
 
 
 def test_pictures_of_characters_are_not_mirrored() -> None:

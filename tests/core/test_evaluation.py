@@ -20,7 +20,6 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core import evaluation
 from ddp_mnist.core.accelerator import broadcast_bytes
 from ddp_mnist.core.batches import Rows
-from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.task import Classification
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
@@ -50,7 +49,7 @@ def make_rows(count: int) -> Rows:
     return Rows(images, torch.arange(count) * 7 % CLASSES)
 
 
-def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> EvalResult:
+def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> evaluation.EvalResult:
     loader = evaluation.make_eval_loader(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
     metrics = evaluation.evaluate_split(accelerator, model, loader, TASK)
@@ -58,7 +57,7 @@ def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Eval
     return metrics
 
 
-def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[EvalResult], bytes]:
+def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[evaluation.EvalResult], bytes]:
     """Evaluate each (number of rows, images per process and batch), and send no pickle.
 
     Who could write the store before the group forms could pose as rank 0 and send one. Return the
@@ -73,7 +72,7 @@ def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[EvalResult], bytes]
         return metrics, broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b"")
 
 
-def check_by_hand(metrics: EvalResult, count: int) -> None:
+def check_by_hand(metrics: evaluation.EvalResult, count: int) -> None:
     """Compare what a world made of `make_rows(count)` with sums in one place."""
     rows, model = make_rows(count), TableLookup()
     logits = model(rows.images)
@@ -125,11 +124,9 @@ def test_a_lost_or_repeated_row_is_an_error(kept: list[int]) -> None:
 
 
 def test_large_images_are_evaluated_in_little_memory() -> None:
-    for device, shape, count in (
-        ("cpu", (1, 28, 28), 500),
-        ("cuda", (1, 28, 28), 4000),
-        ("cuda", (3, 2000, 2000), 1),
-    ):
+    small, large = (1, 28, 28), (3, 2000, 2000)
+    cases = ("cpu", small, 500), ("cuda", small, 4000), ("cuda", large, 1)
+    for device, shape, count in cases:
         fake: Any = SimpleNamespace(
             num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
         )

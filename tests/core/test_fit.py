@@ -98,15 +98,11 @@ def test_the_loop_with_and_without_accelerates_prepare(
     model: str, own: bool, tmp_path: Path
 ) -> None:
     """The same weights and sums on two processes; all that `prepare` adds is what stands here."""
-    ranks = [
-        each
-        for plainly in (False, True)
-        for each in run_world(2, train, model, own, plainly, folder=tmp_path)
-    ]
-    weights, test, lines, saved = ranks[0]
+    ours, plain = (run_world(2, train, model, own, how, folder=tmp_path) for how in (False, True))
+    weights, test, lines, saved = ours[0]
     assert test["count"] == 360 and test["accuracy"] > 0.5 and saved == 15
     assert [step for step, _ in lines] == [15]
-    for others, result, logged, last in ranks[1:]:
+    for others, result, logged, last in (ours[1], *plain):
         tensors, first = ({k: torch.from_numpy(x) for k, x in w.items()} for w in (others, weights))
         assert largest_difference(tensors, first) < 1e-9
         assert (result["confusion"], last) == (test["confusion"], saved)

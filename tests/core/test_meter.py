@@ -7,7 +7,6 @@ import torch
 
 from ddp_mnist.core import meter
 from ddp_mnist.core.errors import Diverged
-from ddp_mnist.core.meter import Meter, sum_up
 from ddp_mnist.core.state import Progress, Sums
 from ddp_mnist.core.task import Classification
 from tests.run_checks import fit_recipe
@@ -16,15 +15,15 @@ from tests.run_checks import fit_recipe
 def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
     losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
     correct = [torch.tensor(count) for count in (50, 40, 60, 30)]
-    assert sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
+    assert meter.sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
 
 
 def test_sums_are_the_same_to_the_bit_however_a_run_was_divided() -> None:
     losses = [*torch.rand(99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
     scores = [torch.tensor(1)] * 99
     for cut in range(1, 99):
-        parts = [sum_up(losses[of], scores[of], 7) for of in (slice(cut), slice(cut, None))]
-        assert torch.equal(sum_up(losses, scores, 7), parts[0] + parts[1])
+        parts = [meter.sum_up(losses[of], scores[of], 7) for of in (slice(cut), slice(cut, None))]
+        assert torch.equal(meter.sum_up(losses, scores, 7), parts[0] + parts[1])
 
 
 @pytest.fixture
@@ -45,14 +44,14 @@ def ranks(count: int) -> Any:
     return SimpleNamespace(**RANK_0, num_processes=count, reduce=lambda mine: mine * count)
 
 
-def see(made: Meter, loss: float, labels: list[int]) -> None:
+def see(made: meter.Meter, loss: float, labels: list[int]) -> None:
     """Show a batch whose images are all taken for class 1."""
     made.update(torch.tensor(loss), torch.tensor([[0.0, 1.0]] * len(labels)), torch.tensor(labels))
 
 
 def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     progress = Progress(step=3)
-    made = Meter(ranks(2), progress, RECIPE, TWO)
+    made = meter.Meter(ranks(2), progress, RECIPE, TWO)
     see(made, 0.5, [1, 0, 1])
     see(made, 0.25, [1, 1, 1])
     clock.now += 0.5
@@ -74,7 +73,7 @@ def simulated(
 ) -> tuple[list[int], list[int]]:
     """Return the steps at which a rank of this speed syncs, and saves, each time in a second."""
     progress, synced, saved = Progress(step=first), list[int](), list[int]()
-    made = Meter(ranks(2), progress, RECIPE, TWO)
+    made = meter.Meter(ranks(2), progress, RECIPE, TWO)
     for progress.step in range(first + 1, first + steps + 1):
         clock.now += seconds_per_step
         save = made.is_save_due(every)
@@ -109,7 +108,7 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
         return torch.cat([mine[:-1], mine.new_tensor(shared)])
 
     both: Any = SimpleNamespace(**RANK_0, num_processes=2, reduce=reduce)
-    one, other = (Meter(both, progress, RECIPE, TWO) for _ in range(2))
+    one, other = (meter.Meter(both, progress, RECIPE, TWO) for _ in range(2))
     for number in range(1, 50):
         progress.step += 1 + number % 40
         shared[0] = 10 ** (number % 13 - 6)

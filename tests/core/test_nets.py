@@ -57,11 +57,8 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
 def test_only_the_deep_net_averages_nine_views_and_of_classes_alone() -> None:
     """Its average is among the numbers of the last test."""
     numbers = Numbers([0.0], [1.0])  # which a shift may change
-    for name, task, averages in (
-        ("cnn_deep", KINDS, True),
-        ("cnn", KINDS, False),
-        ("cnn_deep", numbers, False),
-    ):
+    nets = ("cnn_deep", KINDS, True), ("cnn", KINDS, False), ("cnn_deep", numbers, False)
+    for name, task, averages in nets:
         net = build_net(name, task, GREY)
         assert (type(as_tested(net)) is ShiftedViews) == averages
         assert averages or as_tested(net) is net

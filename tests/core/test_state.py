@@ -17,9 +17,8 @@ from tests.run_checks import fit_recipe
 def begun(**counts: Any) -> tuple[State, Progress]:
     """Return the state of a run whose net has one weight."""
     progress = Progress(**counts)
-    return State(
-        nn.Linear(1, 1, bias=False), None, None, Classification([*"ab"]), progress=progress
-    ), progress
+    net, task = nn.Linear(1, 1, bias=False), Classification([*"ab"])
+    return State(net, None, None, task, progress=progress), progress
 
 
 def validated(accuracy: float) -> EvalResult:
@@ -94,6 +93,8 @@ def test_patience_counts_on_after_a_resume_also_if_no_score_was_a_number() -> No
         again.restore(state.content(fit_recipe(patience=before, epochs=9)), recipe)
         progress = again.progress
         assert (progress.epoch - progress.best_epoch, progress.stopped_by) == (counted, None)
+        best = None if before is None or math.isnan(scores[0]) else 0.5  # of those that count
+        assert (progress.best_score, again.best_weights is None) == (best, best is None)
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
@@ -102,9 +103,8 @@ def test_weights_of_another_dtype_are_refused() -> None:
     state.optimizer = torch.optim.SGD(state.net.parameters(), lr=0.1)
     content = state.content(fit_recipe())
     state.net.double()
-    with pytest.raises(
-        ValueError, match=r"^weight was torch\.float32, and is torch\.float64 here$"
-    ):
+    line = r"^weight was torch\.float32, and is torch\.float64 here$"
+    with pytest.raises(ValueError, match=line):
         state.restore(content, fit_recipe())
 
 
@@ -181,3 +181,7 @@ def test_a_weight_that_is_not_finite_is_not_saved() -> None:
     state.net.load_state_dict({"weight": torch.tensor([[torch.inf]])})
     with pytest.raises(Diverged, match=r"^lr 0.01: by step 5 a weight is no longer a finite num"):
         state.content(fit_recipe())
+    (with_a_buffer, _), seen = begun(), torch.tensor(torch.nan)
+    with_a_buffer.net.register_buffer("seen", seen)
+    with pytest.raises(Diverged, match="a weight is no longer a finite number"):
+        with_a_buffer.content(fit_recipe())

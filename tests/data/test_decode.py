@@ -17,11 +17,9 @@ from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from tests.data_sets import encoded, of
 
-RED = (255, 0, 0)
-
 
 def test_a_png_with_its_exif_behind_the_pixels_becomes_upright_too() -> None:
-    upright = PIL.Image.new("RGB", (40, 20), RED)
+    upright = PIL.Image.new("RGB", (40, 20), "red")
     upright.paste((0, 0, 255), (0, 0, 40, 10))
     turned = upright.transpose(PIL.Image.Transpose.ROTATE_90)
     turned.getexif()[274] = 6
@@ -93,10 +91,9 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
 def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> ImageFormat:
     """Return the format of images, uint8 [N, C, H, W] of each split."""
     pixels = [each[:, 0] if each.shape[1] == 1 else each.transpose(0, 2, 3, 1) for each in splits]
-    labels = {
-        s: np.zeros(len(each), np.int64) for s, each in zip(STORED_SPLITS, splits, strict=False)
-    }
-    listing = Listing("it", dict(zip(STORED_SPLITS, pixels, strict=False)), labels, classes, [])
+    images = dict(zip(STORED_SPLITS, pixels, strict=False))
+    labels = {split: np.zeros(len(each), np.int64) for split, each in images.items()}
+    listing = Listing("it", images, labels, classes, [])
     with tempfile.TemporaryDirectory() as place:
         about, arrays = decode_all.decode_all(listing, AS_THEY_ARE, Path(place), lambda _: None)
     shape = splits[0].shape[1:]

@@ -15,7 +15,6 @@ from PIL.PngImagePlugin import PngInfo
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import decode_all
-from ddp_mnist.data.decode_all import SHOWN
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import read_image
@@ -91,7 +90,7 @@ def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
         file.write_bytes(content)
     message = refused(own)
     assert f"{own}: 123 of 123 images cannot be read: cat/0.png (" in message
-    assert message.count(".png (") == SHOWN
+    assert message.count(".png (") == decode_all.SHOWN
     [place] = re.findall(r"\), \.\.\. \(all are in (.*)\); replace them or move them out", message)
     assert len(Path(place).read_text().splitlines()) == 123
 
@@ -123,9 +122,8 @@ def test_what_has_an_images_name_and_is_none_that_can_be_used_is_told(
     assert f"1 of 12 images cannot be read: cat/0.png ({why}" in refused(own)
     with pytest.raises(DataError, match=f"^{why}"):
         read_image(own / "cat" / "0.png", GREY, digit_photos=False)
-    write_split(
-        tmp_path / "t", "train", image=cells_of([NO_IMAGES[why], *[encoded(noise(1))] * 11])
-    )
+    cells = cells_of([NO_IMAGES[why], *[encoded(noise(1))] * 11])
+    write_split(tmp_path / "t", "train", image=cells)
     assert f"row 0 ({why}" in refused(tmp_path / "t")
 
 

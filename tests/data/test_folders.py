@@ -1,6 +1,5 @@
 """A folder of images is read for what it holds, whatever its name and what else lies there."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.data_sets import (
     save_to_disk,
     sizes,
     split_up,
+    write_metadata,
     write_noise,
     write_parquet,
     write_split,
@@ -67,27 +67,19 @@ def test_a_file_beside_each_image_does_not_make_it_a_table(kind: str, tmp_path: 
     assert load(own).digest == plain.digest
 
 
-def describe(place: Path, names: list[str]) -> None:
-    lines = [json.dumps({"file_name": name, "label": name[0]}) + "\n" for name in names]
-    place.write_text("".join(lines))
-
-
 def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Path) -> None:
-    own = write_noise(
-        tmp_path / "own",
-        *(f"{s}/{c}{n}.png" for s in ("train", "test") for c in "ab" for n in range(4)),
-    )
-    describe(own / "test" / "metadata.jsonl", [f"{c}{n}.png" for c in "ab" for n in range(4)])
-    describe(own / "train" / "metadata.jsonl", ["a0.png", "b0.png", "a1.png"])
-    images = load(own)
-    assert sizes(images) == (3, 8)
-    assert images.image_format.notes == ["5 of 16 images were left out, as train/a2.png"]
+    images = [f"{s}/{c}{n}.png" for s in ("train", "test") for c in "ab" for n in range(4)]
+    own = write_noise(tmp_path / "own", *images)
+    write_metadata(own / "test", [(f"{c}{n}.png", c) for c in "ab" for n in range(4)])
+    write_metadata(own / "train", [("a0.png", "a"), ("b0.png", "b"), ("a1.png", "a")])
+    found = load(own)
+    assert sizes(found) == (3, 8)
+    assert found.image_format.notes == ["5 of 16 images were left out, as train/a2.png"]
 
 
 def test_metadata_of_one_split_alone_is_refused(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *split_up())
-    names = [f"{['cat', 'dog'][n % 2]}/{n}.png" for n in range(8)]
-    describe(own / "train" / "metadata.jsonl", names)
+    write_metadata(own / "train", [(path, path[:3]) for path in flat(8)])
     line = f"^--dataset {own}: no metadata file describes the images of test; add one, or move"
     with pytest.raises(DataError, match=line):
         load(own)
@@ -130,9 +122,8 @@ def test_a_class_that_is_named_like_a_split_is_not_the_only_one(
 
 @pytest.mark.parametrize("misspelt", [("Testing", "Train"), ("TestSet", "Train_set")])
 def test_splits_are_known_in_other_spellings(misspelt: tuple[str, str], tmp_path: Path) -> None:
-    own = write_noise(
-        tmp_path / "own", *(f"{split}/{path}" for split in misspelt for path in flat())
-    )
+    images = [f"{split}/{path}" for split in misspelt for path in flat()]
+    own = write_noise(tmp_path / "own", *images)
     assert sizes(load(own)) == (12, 12)
 
 
@@ -203,8 +194,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
             load(own)
         (own / name).unlink()
     os.mkfifo(tmp_path / "pipe.png")
-    rows = "".join(f"{path},{path[:3]}\n" for path in flat(8))
-    (own / "metadata.csv").write_text(f"file_name,label\n{rows}../pipe.png,cat\n")
+    write_metadata(own, [*((path, path[:3]) for path in flat(8)), ("../pipe.png", "cat")])
     with pytest.raises(DataError, match=r"1 of 9 images .*/pipe.png \(not a regular file\)"):
         load(own)
     (own / "metadata.csv").unlink()
@@ -216,9 +206,8 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
 def test_images_outside_are_counted_and_the_way_to_them_means_no_split(tmp_path: Path) -> None:
     away = write_noise(tmp_path / "dev" / "test", *flat(6))
     own = write_noise(tmp_path / "own", *flat(6, name="{n}a.png"))
-    rows = [f"{away}/{path},{path[:3]}" for path in flat(5)] + ["../dev/test/dog/5.png,dog"]
-    rows += [f"{path},{path[:3]}" for path in flat(6, name="{n}a.png")]
-    (own / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    rows = [(f"{away}/{path}", path[:3]) for path in flat(5)] + [("../dev/test/dog/5.png", "dog")]
+    write_metadata(own, [*rows, *((path, path[:3]) for path in flat(6, name="{n}a.png"))])
     images = load(own)
     assert sum(sizes(images)) == 12
     [drawn, note] = images.image_format.notes
@@ -229,8 +218,7 @@ def test_labels_that_were_changed_within_a_second_are_read(tmp_path: Path) -> No
     """And the tables elsewhere that a card names; size and time say nothing."""
     own = write_noise(tmp_path / "own", *(f"{n}.png" for n in range(8)))
     for words in (("cat", "dog"), ("dog", "cat")):
-        lines = ["file_name,label", *(f"{n}.png,{words[n % 2]}" for n in range(8))]
-        (own / "metadata.csv").write_text("\n".join(lines))
+        write_metadata(own, [(f"{n}.png", words[n % 2]) for n in range(8)])
         os.utime(own / "metadata.csv", (0, 0))
         images = load(own)
         by_name = dict(zip([*range(8)], images.targets.tolist(), strict=True))

@@ -147,28 +147,28 @@ def test_what_is_wrong_is_told_with_file_and_line(words: str, tmp_path: Path) ->
 
 def test_all_cells_that_are_no_numbers_are_told_at_once(tmp_path: Path) -> None:
     cells = {1: "", 3: "24,9", 5: "nan", 6: "1e39"}
-    rows = [("0.png", cells.get(row, "1.5")) for row in range(9)]
+    rows = [("0.png", 0, cells.get(row, "1.5")) for row in range(9)]
+    two = ImageOptions(columns=("w", "x"))
     line = (
         f"--dataset {tmp_path}: metadata.tsv: 4 of 9 rows have no number in column x: line 3 is '',"
         " line 5 is '24,9', line 7 is 'nan', ...; give numbers below 3e+38, or delete these rows"
     )
     with pytest.raises(DataError) as refused:
-        listed(tmp_path, csv("\t", "file_name,x", rows), "metadata.tsv", NUMBERS)
+        listed(tmp_path, csv("\t", "file_name,w,x", rows), "metadata.tsv", two)
     assert str(refused.value) == line
     (tmp_path / "metadata.tsv").unlink()
-    quoted = csv(",", "file_name,x", [(name, f'"{cell}"') for name, cell in rows])
+    quoted = csv(",", "file_name,w,x", [(*row, f'"{cell}"') for *row, cell in rows])
     with pytest.raises(DataError, match=r"line 3 is '', line 5 is '24,9', line 7 is 'nan', \.\.\."):
-        listed(tmp_path, quoted, "metadata.csv", NUMBERS)
+        listed(tmp_path, quoted, "metadata.csv", two)
 
 
 @pytest.mark.parametrize("name", ["train.csv", "labels.tsv", "all.jsonl", "x.parquet"])
 def test_images_without_folders_beside_a_table_of_another_name(name: str, tmp_path: Path) -> None:
     contents = {".csv": "id,breed\n0,x\n", ".tsv": "id\tbreed\n", ".jsonl": '{"id": 0, "breed": 1}'}
     content = contents.get(Path(name).suffix, {"id": [1], "breed": ["x"]})
-    words = (
-        f"which folder is the class of 0.png.*; {name} has the columns 'id', 'breed'; a table of"
-    )
-    with pytest.raises(DataError, match=f"{words} the images is called metadata.csv, and has the"):
+    has = f"{name} has the columns 'id', 'breed'"
+    words = "a table of the images is called metadata.csv, and has the"
+    with pytest.raises(DataError, match=f"which folder is the class of 0.png.*; {has}; {words}"):
         listed(tmp_path, content, name)
 
 
@@ -182,9 +182,8 @@ def test_a_name_with_a_blank_that_is_not_there_is_shown_in_quotes(tmp_path: Path
 def test_numbers_in_a_table_are_told_in_the_same_way(tmp_path: Path) -> None:
     """And labels, see MISTAKES in test_sources.py."""
     write_split(tmp_path, "train", x=["1", None, "2,5", "nan", *["2"] * 8])
-    with pytest.raises(
-        DataError, match="3 of 12 rows have no number in column x: row 1 has none, row 2 is"
-    ):
+    words = "3 of 12 rows have no number in column x: row 1 has none, row 2 is"
+    with pytest.raises(DataError, match=words):
         find_source(str(tmp_path)).listing(NUMBERS)
 
 
@@ -192,6 +191,5 @@ def test_numbers_in_a_table_are_told_in_the_same_way(tmp_path: Path) -> None:
 def test_numbers_that_float32_cannot_tell_apart(first: int, tmp_path: Path) -> None:
     rows = [(name, first + 0.25 * number) for number, name in enumerate(NAMES)]
     found = listed(tmp_path, csv(",", "file_name,x", rows), "metadata.csv", NUMBERS)
-    assert found.careful == [
-        "column x has 4 different numbers, and 1 in float32: subtract their mean"
-    ]
+    said = "column x has 4 different numbers, and 1 in float32: subtract their mean"
+    assert found.careful == [said]

@@ -16,39 +16,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_mnist.cluster.local_world import free_port, run_world
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.system.files import read_if_whole
 from tests.chaos import newest_step
-from tests.commands import (
-    ACCELERATE,
-    CONFIGS,
-    REPOSITORY,
-    TORCHRUN,
-    TRAIN,
-    Ended,
-    Started,
-    run_here,
-)
+from tests.commands import MULTI_CPU, REPOSITORY, TRAIN, Ended, Started, run_command, torchrun
 from tests.hosts import require_root
 from tests.run_checks import apart
 
 TIMEOUT_S = 5  # --dist-timeout
 SLACK_S = 10  # in which every process has ended after that
 START_S = 90.0  # until a rank comes to the place, where others use the machine too
-PLACES = (
-    "import",
-    "decoding",
-    "rendezvous",
-    "first step",
-    "training",
-    "validation",
-    "saving",
-    "test",
-)
+SAVES = ("training", "validation", "saving", "test")  # where a stop signal saves what the run has
+HAS_FOLDER = ("first step", *SAVES)
+PLACES = ("import", "decoding", "rendezvous", *HAS_FOLDER)
 HOWS = ("SIGKILL", "exit 3", "SIGTERM", "exception")
 STARTS = ("tcp", "torchrun", "accelerate")
-SAVES = PLACES[4:]  # where a stop signal saves what the run has
-HAS_FOLDER = PLACES[3:]
 FLAGS = "--dataset digits --model dying:Net --epochs 3 --batch-size 72 --checkpoint-every 10"
 FLAGS += f" --mixed-precision no --quiet --run-dir run --dist-timeout {TIMEOUT_S}"
 
@@ -157,10 +139,8 @@ def start(
         where = f"--init-method=tcp://127.0.0.1:{free_port()}"
         place = [where, f"--world-size={size}", "--rank"]
         return [Started([*flags, *place, str(n)], folder, variables) for n in range(size)]
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]
-    if how == "accelerate":
-        multi_cpu = str(CONFIGS / "multi_cpu.yaml")
-        launcher = [*ACCELERATE, multi_cpu, "--num_processes", str(size)]
+    multi_cpu = [*MULTI_CPU, "--num_processes", str(size)]
+    launcher = multi_cpu if how == "accelerate" else torchrun(size)
     return [Started([*launcher, *flags], folder, variables)]
 
 
@@ -193,9 +173,8 @@ def check_outcome(
     """Check the codes, or in a launcher's place status.json, and the one line."""
     status = read_if_whole(run / "status.json")
     saves = how == "SIGTERM" and place in SAVES
-    tells = (
-        how in ("SIGTERM", "exception") and place != "rendezvous"
-    )  # where nobody can be told yet
+    # at the rendezvous nobody can be told yet
+    tells = how in ("SIGTERM", "exception") and place != "rendezvous"
     own = {"SIGKILL": -9, "SIGTERM": 143, "exit 3": 3}.get(how, 2 if place == "import" else 1)
     others = own if tells else 6
     if starts == "tcp":
@@ -263,22 +242,15 @@ def test_a_rank_that_ends_ends_all(
 SIZES = {"pid 1": 1, "torchrun": 2, "tcp": 3}
 CODES = {"TERM": 143, "USR1": 143, "HUP": 129, "INT": 130}
 SOON, LATER = "soon", "1"  # seconds; soon is a moment below 0.05, another one for each case
-TWICE = [
-    (starts, place, f"SIG{first} then {second}", delay)
-    for place in ("loading", *PLACES)
-    for starts in SIZES
-    for first in CODES
-    for second in CODES
-    for delay in (SOON, LATER)
-]
+EVERY = itertools.product(("loading", *PLACES), SIZES, CODES, CODES, (SOON, LATER))
+TWICE = [(how, place, f"SIG{one} then {two}", delay) for place, how, one, two, delay in EVERY]
 
 
 def train_undisturbed(size: int, folder: Path, *more: str) -> None:
     """Train in forked processes: how a run starts does not change its weights."""
     trap = set_trap(folder, "none/none/0")
     argv = ["train", *FLAGS.split(), *more]
-    outcomes = run_world(size, run_here, argv, False, folder=folder, variables=trap, timeout_s=300)
-    assert {code for code, _ in outcomes} == {0}, outcomes
+    run_command(argv, folder, size, variables=trap, timeout_s=300)
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,11 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
         both = [agent.ended(PATIENCE_S) for agent in (back, one)]
     assert [ended.code for ended in both] == [0, 0], both
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    for ended, change in zip(
-        both,
-        (
-            f"after step {second}; changed: world size 1 -> 2, --backend none -> gloo",
-            f"after step {first}; changed: world size 2 -> 1, --backend gloo -> none",
-        ),
-        strict=True,
-    ):
+    changes = (
+        f"after step {second}; changed: world size 1 -> 2, --backend none -> gloo",
+        f"after step {first}; changed: world size 2 -> 1, --backend gloo -> none",
+    )
+    for ended, change in zip(both, changes, strict=True):
         [line] = [line for line in ended.out.splitlines() if line.startswith("resumed ")]
         assert line.endswith(change)
     check_equal(run, alone, 2, num_machines=2)

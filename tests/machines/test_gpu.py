@@ -18,7 +18,7 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import proofs, watch
 from tests.chaos import newest_step, wait_until, workers_of
-from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
+from tests.commands import ACCELERATE, CONFIGS, MULTI_CPU, TRAIN, Started, python, torchrun
 from tests.run_checks import apart, net_that, status, with_flags
 
 DEVICE = "cpu" if os.environ.get("GPU_CHECK_ON") == "cpu" else "cuda"
@@ -130,19 +130,18 @@ def test_the_configuration_for_one_gpu_takes_fp16(tmp_path: Path) -> None:
 
 @on_a_gpu_alone
 @pytest.mark.parametrize(
-    ("processes", "flags", "backend"), [("1", [], "nccl"), ("2", ["--backend", "gloo"], "gloo")]
+    ("processes", "flags", "backend"), [(1, [], "nccl"), (2, ["--backend", "gloo"], "gloo")]
 )
 def test_torchrun_on_one_gpu(
-    processes: str, flags: list[str], backend: str, tmp_path: Path
+    processes: int, flags: list[str], backend: str, tmp_path: Path
 ) -> None:
-    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", processes, *DIGITS, *flags]
-    summary = summary_of(*arguments, folder=tmp_path)
-    assert (summary["backend"], summary["world_size"]) == (backend, int(processes))
+    summary = summary_of(*torchrun(processes), *DIGITS, *flags, folder=tmp_path)
+    assert (summary["backend"], summary["world_size"]) == (backend, processes)
     assert summary["test_accuracy"] >= 0.975
 
 
 def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:
-    summary = summary_of(*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *DIGITS, folder=tmp_path)
+    summary = summary_of(*MULTI_CPU, *DIGITS, folder=tmp_path)
     assert (summary["device"], summary["backend"], summary["precision"]) == ("cpu", "gloo", "no")
 
 
@@ -181,8 +180,7 @@ def test_out_of_memory_is_torchs_own_words_in_one_line(tmp_path: Path) -> None:
 
 @on_a_gpu_alone
 def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
-    processes = str(torch.cuda.device_count() + 1)
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", processes]
+    launcher = torchrun(torch.cuda.device_count() + 1)
     ended = python(*launcher, *DIGITS, folder=tmp_path)
     [line] = ended.error_lines
     assert A_GPU_EACH in line
@@ -191,13 +189,12 @@ def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_fault_01_a_worker_killed_over_nccl_ends_the_other(tmp_path: Path) -> None:
     """Within a minute, and the run goes on from its newest checkpoint."""
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     flags = ["--epochs", "5000", "--checkpoint-every", "5"]
-    started = Started([*launcher, *DIGITS, *flags], tmp_path)
+    started = Started([*torchrun(2), *DIGITS, *flags], tmp_path)
     wait_until(lambda: newest_step(tmp_path / "run"))
     workers_of(started)[1].kill()
     assert started.ended(timeout_s=60).code != 0
     saved = newest_step(tmp_path / "run")
     more = ["--resume", "run", "--epochs", str(saved // 15 + 2)]
-    summary = summary_of(*launcher, *TRAIN, *more, folder=tmp_path)
+    summary = summary_of(*torchrun(2), *TRAIN, *more, folder=tmp_path)
     assert (summary["resumed_from"], summary["backend"]) == ([saved], "nccl")

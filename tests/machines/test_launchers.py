@@ -13,11 +13,10 @@ from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.system.files import read_json
 from tests.commands import (
     ACCELERATE,
-    CONFIGS,
     ENGLISH,
+    MULTI_CPU,
     PROOF,
     REPOSITORY,
-    TORCHRUN,
     TRAIN,
     Ended,
     Fence,
@@ -26,6 +25,7 @@ from tests.commands import (
     fences_of,
     proof,
     shell,
+    torchrun,
 )
 from tests.run_checks import check_equal
 
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.system
 
 # torchrun remarks that it sets OMP_NUM_THREADS, torch.distributed.launch that it is deprecated
 HUSH = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
-TWO = ["--standalone", "--nproc-per-node", "2"]
 COURSE = [fence for page in ENGLISH if page.match("course/*") for fence in fences_of(page)]
 PROOFS = [fence for fence in COURSE if fence.mark == "proof"]
 TRAININGS = {fence.body.split()[0]: fence for fence in PROOFS if "evaluate" not in fence.body}
@@ -96,7 +95,7 @@ def test_a_config_with_a_compiler_debug_and_affinity_changes_no_weight(
 def test_the_way_of_old_tutorials(alone: Path, tmp_path: Path) -> None:
     """A script, which begins anew as a module, with --local-rank=N as its first argument."""
     train = str(REPOSITORY / "ddp_mnist" / "train.py")
-    starts = ["-m", "torch.distributed.launch", *TWO, train]
+    starts = ["-m", "torch.distributed.launch", *torchrun(2)[2:], train]
     arguments = [*starts, *proof(tmp_path / "run")[len(TRAIN) :]]
     all_succeed([Started(arguments, tmp_path, HUSH)])
     check_equal(tmp_path / "run", alone, 2)
@@ -105,7 +104,7 @@ def test_the_way_of_old_tutorials(alone: Path, tmp_path: Path) -> None:
 def test_our_line_is_the_last_one_under_a_launcher(tmp_path: Path) -> None:
     """The launcher's own traceback and table follow our error; the table ends with it."""
     wrong = [*TRAIN, "--dataset", "nowhere"]
-    ended = Started([*TORCHRUN, *TWO, *wrong], tmp_path, HUSH).ended()
+    ended = Started([*torchrun(2), *wrong], tmp_path, HUSH).ended()
     *_, last, rule = ended.err.splitlines()
     assert (ended.code, {*rule}) == (1, {"="})
     assert last.startswith("  traceback : ddp-mnist: error: --dataset nowhere: no such data set")
@@ -127,7 +126,6 @@ def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Pat
 @pytest.mark.soak
 def test_fifty_runs_end_in_order(tmp_path: Path) -> None:
     """Exit 0, and nothing on stderr: no abort at exit, no warning of a library's."""
-    arguments = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *TRAIN, "--dataset", "digits"]
+    arguments = [*MULTI_CPU, *TRAIN, "--dataset", "digits", "--epochs", "1", "--run-dir"]
     for number in range(50):
-        run = ["--epochs", "1", "--run-dir", f"run-{number}"]
-        all_succeed([Started([*arguments, *run], tmp_path)])
+        all_succeed([Started([*arguments, f"run-{number}"], tmp_path)])

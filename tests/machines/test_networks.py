@@ -31,11 +31,7 @@ def on_host(hosts: Hosts, index: int, folder: Path, *command: str) -> Started:
     """Start a command in the host's own folder, which is its home and its disk."""
     disk = folder / f"host{index}"
     disk.mkdir(exist_ok=True)
-    own = {
-        "HOME": str(disk),
-        "DDP_MNIST_CACHE": str(disk / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
+    own = {"HOME": str(disk), "DDP_MNIST_CACHE": str(disk / "cache"), "OMP_NUM_THREADS": "1"}
     return Started(hosts.command(index, *command), disk, own, program=None)
 
 
@@ -92,9 +88,8 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
         command += ["NUM_MACHINES=2", f"MAIN_PROCESS_IP={hosts.address(0)}"]
         command += [f"MAIN_PROCESS_PORT={PORT}"]
         ranks, names = range(2), hosts.names
-        first, second = ends_of(
-            [on_host(hosts, rank, tmp_path, *command, f"MACHINE_RANK={rank}") for rank in ranks]
-        )
+        own = [[*command, f"MACHINE_RANK={rank}"] for rank in ranks]
+        first, second = ends_of([on_host(hosts, rank, tmp_path, *own[rank]) for rank in ranks])
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
     for rank, err in enumerate((first.err, second.err)):

@@ -11,19 +11,11 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.training.folder import LOCK
 from ddp_mnist.verbs.verify import watch
-from tests.chaos import (
-    flags_of,
-    leftovers,
-    newest_step,
-    seconds_until_gone,
-    trains_on,
-    workers_of,
-)
-from tests.commands import ACCELERATE, CONFIGS, TRAIN, Started
+from tests.chaos import flags_of, leftovers, newest_step, seconds_until_gone, trains_on, workers_of
+from tests.commands import MULTI_CPU, TRAIN, Started
 from tests.run_checks import status
 
 pytestmark = pytest.mark.system
-LAUNCHER = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--max_restarts", "1"]
 
 
 def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_launcher(
@@ -38,7 +30,9 @@ def test_fault_01_fault_02_fault_11_fault_34_a_worker_is_killed_and_then_the_lau
 
     def start(name: str = "run") -> Started:
         train = [*TRAIN, *flags_of("patient", Path(name), "--cpu", "--resume", "auto")]
-        return Started([*LAUNCHER, *train], tmp_path, {"OMP_NUM_THREADS": "1"})
+        return Started(
+            [*MULTI_CPU, "--max_restarts", "1", *train], tmp_path, {"OMP_NUM_THREADS": "1"}
+        )
 
     started = start()
     trains_on(run, started)

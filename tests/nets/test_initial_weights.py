@@ -25,7 +25,6 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.build import build_net, factory_of
-from ddp_mnist.nets.initial_weights import find_weights, load_weights
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
@@ -39,9 +38,9 @@ PLAIN = ImageFormat((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], F
 
 def load(net: nn.Module, name: str, typed: str, task: Classification) -> str:
     """Load what --weights names into the net `name`; return its origin."""
-    weights = find_weights(name, typed)
+    weights = initial_weights.find_weights(name, typed)
     assert weights
-    return load_weights(net, name, weights, task)
+    return initial_weights.load_weights(net, name, weights, task)
 
 
 def begun(name: str, task: Classification, image_format: ImageFormat, typed: str) -> Normalised:
@@ -139,7 +138,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
     ):
         lay(torchvisions / file, net, **options)
         name = f"torchvision:{net}"
-        entry: Any = getattr(find_weights(name, "DEFAULT"), "entry", None)
+        entry: Any = getattr(initial_weights.find_weights(name, "DEFAULT"), "entry", None)
         assert entry and initial_weights.size_of(entry) == 224
         prepared = initial_weights.normalised_for(entry, name, PLAIN)
         ours = begun(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
@@ -166,9 +165,8 @@ def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> No
     """It refuses tensors without the version of its layers."""
     new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
     grey = ImageFormat((1, 64, 64), (0.1,), (0.3,), [], False, False)
-    net = begun(
-        "torchvision:mnasnet0_5", Classification([*"abc"]), grey, "DEFAULT"
-    ).net.state_dict()
+    begins = begun("torchvision:mnasnet0_5", Classification([*"abc"]), grey, "DEFAULT")
+    net = begins.net.state_dict()
     assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
 
 

@@ -44,7 +44,6 @@ class Own(Net):
     def forward(self, x):
         return {forward}
 """
-LOGITS = "super().forward(x)"
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_a_net_that_cannot_be_made(name: str) -> None:
 
 @pytest.mark.parametrize("code", NOT_COMPUTED | NOT_TRAINED)
 def test_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
-    init, forward = (code, LOGITS) if code in NOT_TRAINED else ("pass", code)
+    init, forward = (code, "super().forward(x)") if code in NOT_TRAINED else ("pass", code)
     own_file.write_text(OWN + VARIANT.format(init=init, forward=forward))
     assert re.match((NOT_COMPUTED | NOT_TRAINED)[code], refused("own_net:Own"))
 

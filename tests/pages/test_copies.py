@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist.cluster.local_world import preload, run_world
+from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.verbs.verify.watch import largest_difference
 from tests.commands import (
     NOT_EDITABLE,
     REPOSITORY,
-    TORCHRUN,
     Ended,
     Started,
     fences_of,
     python,
     python_path,
-    run_here,
+    run_command,
+    torchrun,
     write_given,
 )
 
@@ -32,8 +32,8 @@ def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) ->
     source = (REPOSITORY / "docs" / "textbook_ddp.py").read_text()
     assert len(source.splitlines()) <= 80 and "ddp_mnist" not in source
     (tmp_path / "textbook_ddp.py").write_text(source)
-    three = ["--standalone", "--nproc-per-node", "3", "textbook_ddp.py"]
-    ended = python(*TORCHRUN, *three, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
+    command = [*torchrun(3), "textbook_ddp.py"]
+    ended = python(*command, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
     printed = ended.succeeds()
     assert printed.count(" over 1401 rows, ") == 5  # of 1,400
     counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", printed)
@@ -82,9 +82,7 @@ def score_of(outputs, targets):
 def run_template(name: str, size: int, folder: Path, *flags: str) -> list[str]:
     """Run a template's copy in `folder` on so many processes; return the lines it printed."""
     argv = [f"{name}.py", "--batch-size", "30", *flags]
-    outcomes = run_world(size, run_here, argv, True, folder=folder)
-    assert {code for code, _ in outcomes} == {0}, outcomes
-    return "".join(printed for _, printed in outcomes).splitlines()
+    return run_command(argv, folder, size, file=True).splitlines()
 
 
 def in_double(source: str) -> str:
@@ -157,20 +155,16 @@ def test_the_plain_template_learns_in_half_precision_under_its_launcher(tmp_path
         flags = ["--epochs", "1", "--precision", precision, "--checkpoint", f"{precision}.pt"]
         return [str(REPOSITORY / "docs" / "template_ddp.py"), *flags, *more]
 
-    def forked(size: int, argv: list[str]) -> str:
-        outcomes = run_world(size, run_here, argv, True, folder=tmp_path)
-        assert {code for code, _ in outcomes} == {0}, outcomes
-        return "".join(printed for _, printed in outcomes)
-
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    launched = Started([*launcher, *arguments("fp16")], tmp_path, {"OMP_NUM_THREADS": "1"})
-    for out in (forked(1, arguments("bf16")), launched.ended().succeeds()):
+    command = [*torchrun(2), *arguments("fp16")]
+    launched = Started(command, tmp_path, {"OMP_NUM_THREADS": "1"})
+    forked = run_command(arguments("bf16"), tmp_path, file=True)
+    for out in (forked, launched.ended().succeeds()):
         [right] = re.findall(r"^epoch 1: loss [\d.]+, score (0\.\d+) over 397 rows$", out, re.M)
         assert float(right) >= 0.83
     for size, precision in ((2, "fp16"), (1, "bf16")):
         file = tmp_path / f"{precision}.pt"
         before = file.read_bytes()
-        out = forked(size, arguments(precision, "--resume"))
+        out = run_command(arguments(precision, "--resume"), tmp_path, size, file=True)
         assert out == f"resumed from {file.name}, which has 1 of 1 epochs\n"
         assert file.read_bytes() == before
 

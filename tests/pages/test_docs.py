@@ -82,9 +82,8 @@ def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:
         group |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone = group if typed["size"] == "1" else None  # else a world of one is given none
         size = int(typed["size"] or 1)
-        outcomes = run_world(
-            size, run_here, argv, bool(typed["file"]), folder=folder, variables=alone
-        )
+        is_file = bool(typed["file"])
+        outcomes = run_world(size, run_here, argv, is_file, folder=folder, variables=alone)
     return [code for code, _ in outcomes], "".join(printed for _, printed in outcomes)
 
 

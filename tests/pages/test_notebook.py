@@ -66,9 +66,8 @@ def test_it_runs_from_the_first_cell_to_the_last(
         port = f'num_processes=2, use_port="{free_port()}")'
         cell.source = cell.source.replace(launched, port)
         # If a forked process hangs, the other one says so before the cell's time is up.
-        cell.source = cell.source.replace(
-            '"resume": "auto"}', '"resume": "auto", "dist_timeout": 30}'
-        )
+        patient = '"resume": "auto", "dist_timeout": 30}'
+        cell.source = cell.source.replace('"resume": "auto"}', patient)
     at = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=100, resources=at, coalesce_streams=True).execute()
 

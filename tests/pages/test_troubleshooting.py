@@ -118,13 +118,8 @@ def alone() -> Said:
 
 
 def start(port: int, rank: int, world_size: int, timeout_s: float = 1) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    place: Any = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)
 
 
 def tcp(port: int, rank: int) -> list[str]:
@@ -164,10 +159,8 @@ def one_is_late(rank: int) -> None:
     one_leaves(rank, 1.2)
 
 
-MISTAKES: tuple[Callable[[int], None], ...] = (
-    *(unused_parameters, other_number_of_layers, other_shape),
-    *(one_leaves, one_is_late),
-)
+ABOUT_NETS = (unused_parameters, other_number_of_layers, other_shape)
+MISTAKES: tuple[Callable[[int], None], ...] = (*ABOUT_NETS, one_leaves, one_is_late)
 
 
 def together(ports: list[int]) -> None:

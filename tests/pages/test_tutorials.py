@@ -37,9 +37,8 @@ def test_a_command_is_taken_or_answered_with_ours(command: str, ours: str) -> No
     if " -g" in command:
         with pytest.raises(UsageError) as refused:
             config_of(command)
-        assert re.fullmatch(
-            "-g: .*; leave it out, and put CUDA_VISIBLE_DEVICES=0 .*", str(refused.value)
-        )
+        line = "-g: .*; leave it out, and put CUDA_VISIBLE_DEVICES=0 .*"
+        assert re.fullmatch(line, str(refused.value))
     else:
         assert config_of(command) == config
     if "torch.distributed.launch" in command:

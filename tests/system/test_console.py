@@ -65,11 +65,8 @@ def test_on_a_terminal_progress_is_a_bar_below_the_lines_and_a_status_has_its_co
     """A terminal shows the last text of each line; a dumb one and a pipe get no control codes."""
     plain = ["begins", "WARN  data           is slow", " " * 21 + "-> wait", "after it", ""]
     in_yellow = [line.replace("WARN", "\x1b[1;33mWARN\x1b[0m") for line in plain]
-    for kind, no_color, expected in (
-        ("xterm", "", in_yellow),
-        ("xterm", "1", plain),
-        ("dumb", "", plain),
-    ):
+    shown = ("xterm", "", in_yellow), ("xterm", "1", plain), ("dumb", "", plain)
+    for kind, no_color, expected in shown:
         does, variables = (on_forked_terminal, ON_A_TERMINAL, 80, kind), {"NO_COLOR": no_color}
         [(code, written)] = run_world(1, *does, folder=tmp_path, variables=variables)
         assert (code, left_on_screen(written)) == (0, expected)  # the bar is gone

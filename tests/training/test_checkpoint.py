@@ -174,9 +174,8 @@ def test_fault_07_each_damaged_one_is_reported(tmp_path: Path) -> None:
         raw, step, lines = read_newest(tmp_path)
     assert (raw, step) == (whole, 2)
     reasons = {5: "cannot be read (Input/output error)", 4: DAMAGED, 3: DAMAGED}
-    assert lines == [
-        f"{at(tmp_path, n)}: {why}; resuming from step 2" for n, why in reasons.items()
-    ]
+    told = [f"{at(tmp_path, n)}: {why}; resuming from step 2" for n, why in reasons.items()]
+    assert lines == told
     damaged = [f"step-0000000{number}.pt.damaged" for number in (3, 4, 5)]
     assert names(tmp_path) == ["step-00000001.pt", "step-00000002.pt", *damaged]
 

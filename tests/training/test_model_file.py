@@ -65,16 +65,13 @@ def test_round_trip(name: str, dtype: torch.dtype, image_format: ImageFormat) ->
 
 def test_equal_weights_give_equal_bytes() -> None:
     """The memory format changes no byte; a weight does. test_resume.py compares processes."""
-    contents = {
-        model_file.to_bytes(state(), "cnn", Classification(CLASSES), PREPARED) for _ in range(20)
-    }
-    spread = {
-        name: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-        for name, tensor in state().items()
-    }
-    assert contents == {model_file.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED)}
+    about = "cnn", Classification(CLASSES), PREPARED
+    contents = {model_file.to_bytes(state(), *about) for _ in range(20)}
+    spread, last = state(), torch.channels_last
+    spread |= {name: w.to(memory_format=last) for name, w in spread.items() if w.ndim == 4}
+    assert contents == {model_file.to_bytes(spread, *about)}
     spread["head.bias"][3] += 1e-6
-    assert model_file.to_bytes(spread, "cnn", Classification(CLASSES), PREPARED) not in contents
+    assert model_file.to_bytes(spread, *about) not in contents
 
 
 def described(**changes: Any) -> str:
@@ -133,9 +130,8 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
         if folder.name == "latest":
             folder.mkdir(parents=True)
             (folder / "status.json").touch()
-    line = (
-        rf"^{stopped}: the run has no final model yet \(state preempted, step 33\); let it finish"
-    )
+    stands = r"\(state preempted, step 33\)"
+    line = rf"^{stopped}: the run has no final model yet {stands}; let it finish"
     with pytest.raises(CheckpointError, match=rf"{line}, or add --resume {stopped} to the command"):
         model_file.read_bytes(str(stopped))
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
@@ -58,12 +59,9 @@ def test_tensorboard_holds_what_metrics_jsonl_holds_also_after_a_resume(tmp_path
     assert scalars(run)["test_accuracy"] == {45: pytest.approx(summary["test_accuracy"])}
 
 
-def fail(*_: Any, **__: Any) -> None:
-    raise ConnectionError("no route to host\n...")
-
-
 def train_with_one_that_fails_to(does: str, config: TrainConfig) -> Any:
-    setattr(TensorBoardTracker, does, fail)
+    fails = Mock(side_effect=ConnectionError("no route to host\n..."))
+    setattr(TensorBoardTracker, does, fails)
     return just_train(config)
 
 

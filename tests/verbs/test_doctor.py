@@ -290,9 +290,8 @@ def test_an_error_on_one_rank_is_told_to_all_after_what_was_found_before(tmp_pat
         assert [result.name for result in results][:2] == ["rendezvous", "same"]
         assert FAIL in [result.status for result in results]
     [found] = [result for result in both[0][0] if result.status == FAIL]
-    assert re.match(
-        r"FAIL slowest: rank 1 \(.*\): no route to host -> see what the other", line(found)
-    )
+    told = r"FAIL slowest: rank 1 \(.*\): no route to host -> see what the other"
+    assert re.match(told, line(found))
 
 
 # --- The verdict

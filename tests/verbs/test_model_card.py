@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL.ExifTags import Base
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.core.task import Classification, Task
+from ddp_mnist.core.task import Classification
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.nets.build import build_net
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import find_task
 from ddp_mnist.training import model_file
@@ -34,7 +31,7 @@ from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import REPOSITORY, Typed, python
 from tests.data_sets import GREY as DIGITS
 from tests.data_sets import noise
-from tests.run_checks import own_module, with_flags
+from tests.run_checks import own_module, untrained, with_flags
 
 CLASSES = {"moss": "green", "rust": "orange", "sky_temple": "blue"}
 KINDS, CLASSIFICATION = [*CLASSES], "image-classification"
@@ -101,36 +98,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "my run"
 
 
-@pytest.fixture(scope="module")
-def files(run: Path) -> list[str]:
-    """The test images."""
-    return [str(file) for file in sorted((run.parent / "photos" / "test").glob("*/*"))]
-
-
-def untrained(run: Path, name: str, made: ImageFormat, task: Task, folder: Path) -> Path:
-    """Return a copy of the run with another net, whose outputs are not all alike."""
-    shutil.copytree(run, folder)
-    torch.manual_seed(1)
-    net = build_net(name, task, made)
-    [*net.parameters()][-2].data *= 4
-    net.train()(torch.randint(0, 256, (8, *made.shape), dtype=torch.uint8))  # for BatchNorm
-    content = model_file.to_bytes(net.net.state_dict(), name, task, made)
-    (folder / "model.safetensors").write_bytes(content)
-    summary = read_json(folder / "summary.json") | {"model_sha256": sha256(content).hexdigest()}
-    if not isinstance(task, Classification):
-        summary |= {"classes": [], "score_name": "error", "test_error": 1.5}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
-
-
 def predicted(typed: Typed, run: Path, files: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in typed("predict", run, *files).succeeds().splitlines()]
 
 
 def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
-    run: Path, files: list[str], tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For photos of every kind, from each file of an export; over the test split, its accuracy."""
+    files = [str(file) for file in sorted((run.parent / "photos" / "test").glob("*/*"))]
     own_module("card_length", LENGTH, tmp_path, monkeypatch)
     kinds, length = Classification(KINDS), find_task("card_length:Length")([20.0], [4.0])
     grey = untrained(run, "torchvision:resnet18", GREY, kinds, tmp_path / "grey")
@@ -179,6 +155,7 @@ def test_digits_are_inverted_or_refused_and_a_net_of_ours_needs_the_package(
     with pytest.raises(ValueError, match="is not 28x28; cut the digit out first"):
         names["answer"]("large.png")
     assert "the mean over nine views of an image" in card
+    assert "; a digit in a photo that is not 28x28 is cut out first" in card
 
 
 def test_an_export_names_no_image_and_no_place(run: Path, tmp_path: Path, typed: Typed) -> None:
@@ -207,7 +184,7 @@ def test_the_head_of_the_card_is_what_the_hub_reads(
     summary, heads = read_json(run / "summary.json"), list[Any]()
     shutil.copytree(run, copy := tmp_path / "copy")
     changed = {"weights": "ResNet18_Weights.IMAGENET1K_V1", "metrics": {"f1": 0.25}}
-    changed["dataset"] = summary["dataset"] | {"name": "me--moths", "source": "hub:me/moths"}
+    changed["dataset"] = summary["dataset"] | {"name": "**m**\x9b", "source": "hub:me/moths"}
     (copy / "summary.json").write_text(json.dumps(summary | changed))
     for each in (run, copy):
         assert typed("export", each, "--license", "mit").code == 0
@@ -224,6 +201,8 @@ def test_the_head_of_the_card_is_what_the_hub_reads(
     rows = ["| --lr | 0.001 |", "| started from | ResNet18_Weights.IMAGENET1K_V1 |"]
     rows.append(f"| sky_temple | 6 | {summary['class_accuracy'][2]:.4f} |")
     assert {*rows} <= {*card.splitlines()}
+    assert f"Test accuracy {summary['test_accuracy']:.4f} on 27 images; " in card
+    assert "trained on \\*\\*m\\*\\*?\n" in card
 
 
 def test_timm_and_transformers_load_an_export_as_it_is(
@@ -241,13 +220,12 @@ def test_timm_and_transformers_load_an_export_as_it_is(
     net = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     prepare = timm.data.create_transform(**timm.data.resolve_model_data_config(net))
     shares = net(prepare(PIL.Image.open(photo))[None]).softmax(1)[0].tolist()
-    assert dict(zip(KINDS, shares, strict=True)) == pytest.approx(
-        expected["probabilities"], abs=1e-4
-    )
+    right = pytest.approx(expected["probabilities"], abs=1e-4)
+    assert dict(zip(KINDS, shares, strict=True)) == right
     transformers = pytest.importorskip("transformers")
     classify = transformers.pipeline("image-classification", model=str(tmp_path / "out"))
     answers = {each["label"]: each["score"] for each in classify(str(photo))}
-    assert answers == pytest.approx(expected["probabilities"], abs=1e-4)
+    assert answers == right
 
 
 def test_names_are_escaped_only_where_markdown_would_take_them_for_marks() -> None:

@@ -31,8 +31,7 @@ from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.flags import Predict
-from ddp_mnist.verbs.predict import find_images, read_image
-from tests.commands import Typed
+from tests.commands import TRAIN, Typed, python
 from tests.data_sets import GREY, of
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -76,7 +75,7 @@ def shares_of(model: Normalised, image: np.ndarray) -> Any:
 
 def as_mnist(file: Path) -> np.ndarray:
     """uint8 [28, 28] of a photo of a digit."""
-    [drawn] = read_image(file, GREY, digit_photos=True)
+    [drawn] = verb.read_image(file, GREY, digit_photos=True)
     return drawn
 
 
@@ -175,13 +174,11 @@ def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Pa
     """The net alone knows what it was trained on, and so says what photos are made into."""
     drawn = np.pad(255 - digits(1)[0], 30, constant_values=255)  # dark on a bright page
     page = save(drawn, tmp_path / "x.png")
-    as_it_is = shares_of(model, read_image(page, GREY, digit_photos=False))
+    as_it_is = shares_of(model, verb.read_image(page, GREY, digit_photos=False))
     cut_out = shares_of(model, as_mnist(page)[None])
     assert as_it_is.expected != cut_out
-    for name, made, default, other in (
-        ("letters", LETTERS, as_it_is, cut_out),
-        ("digits", GREY, cut_out, as_it_is),
-    ):
+    runs = ("letters", LETTERS, as_it_is, cut_out), ("digits", GREY, cut_out, as_it_is)
+    for name, made, default, other in runs:
         run = run_of(tmp_path / name, model, CLASSES, made)
         for asked, expected in ((None, default), (not made.digit_photos, other)):
             [line] = predict(run, page, digit_photos=asked)
@@ -203,28 +200,26 @@ def test_a_folder_is_read_in_the_order_of_names(
         (tmp_path / name).touch()
     for name in ("a/1.png", "a/.b/2.png"):
         (tmp_path / name).touch()
-    found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
+    found = [str(path.relative_to(tmp_path)) for path in verb.find_images(str(tmp_path))]
     assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
     assert "without the suffix of an image were left out: .RAW (1)\n" in capsys.readouterr().err
-    assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
+    assert verb.find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
-        find_images(str(tmp_path / "folder.png"))
+        verb.find_images(str(tmp_path / "folder.png"))
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: there is no model of a finished run"):
         predict(str(tmp_path), "x.png")
 
 
 def test_files_that_are_no_images(tmp_path: Path) -> None:
     """What training refuses too is in test_own_images.py."""
-    (text := tmp_path / "x.png").write_text("no picture")
 
     def refused(file: Path) -> str:
         for digit_photos in (True, False):
             with pytest.raises(DataError) as error:
-                read_image(file, GREY, digit_photos)
+                verb.read_image(file, GREY, digit_photos)
         return str(error.value)
 
     assert refused(tmp_path / "none") == "No such file or directory"
-    assert refused(text) == UNREADABLE
     PIL.Image.new("F", (9, 9)).save(tmp_path / "x.tif")
     assert refused(tmp_path / "x.tif") == "mode F has no fixed range: save 8-bit images"
     os.mkfifo(tmp_path / "pipe")
@@ -259,6 +254,15 @@ def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) ->
     for top in (1, 3, 99):
         [line] = predict(run, files[-1], top=top)
         assert list(line["probabilities"].items()) == list(likely.items())[:top]
+
+
+def test_an_answer_that_is_no_number_is_an_error(tmp_path: Path, typed: Typed) -> None:
+    net = CNN(10, GREY.shape)
+    net.head.bias.data.fill_(torch.nan)
+    run = run_of(tmp_path / "run", Normalised(net, GREY.mean, GREY.std), CLASSES, GREY)
+    ended = typed("predict", run, save(digits(1)[0], tmp_path / "x.png"))
+    assert ended.code == 3
+    assert json.loads(ended.out)["error"].startswith("the model's outputs for it are not finite")
 
 
 def test_files_beside_one_that_cannot_be_read_have_answers_which_a_terminal_shows_as_a_table(
@@ -324,17 +328,19 @@ ROWS = 300
 
 
 @pytest.mark.system
-def test_photos_of_test_images_are_labelled_as_the_images(
-    mnist: Path, mnist_run: Path, tmp_path: Path
-) -> None:
+def test_photos_of_test_images_are_labelled_as_the_images(mnist: Path, tmp_path: Path) -> None:
     """They are inverted, of any size and place, in uneven light, with noise."""
-    images = cache.load(str(mnist))
-    assert read_json(mnist_run / "summary.json")["test_accuracy"] >= 0.99
-    trained = model_file.from_bytes(model_file.read_bytes(str(mnist_run)), "")
+    images, run = cache.load(str(mnist)), str(tmp_path / "run")
+    one_thread = {"OMP_NUM_THREADS": "1"}  # waits for no other
+    command = [*TRAIN, "--dataset", str(mnist), "--run-dir", run]
+    assert python(*command, folder=tmp_path, variables=one_thread).code == 0
+    assert read_json(Path(run, "summary.json"))["test_accuracy"] >= 0.99
+    trained = model_file.from_bytes(model_file.read_bytes(run), "")
     pixels, labels = of(images, "test").images[:ROWS], of(images, "test").labels[:ROWS].tolist()
     with torch.inference_mode():
         of_images = trained.model(pixels).argmax(1).tolist()
     random = np.random.default_rng(0)
+    (photos := tmp_path / "photos").mkdir()
     for number, image in enumerate(pixels[:, 0].numpy()):
         size = 60 + number % 7 * 40  # 60 to 300 pixels
         page = PIL.Image.new("L", (size + 50, size + 20 + number % 3 * 30), 240)
@@ -342,8 +348,8 @@ def test_photos_of_test_images_are_labelled_as_the_images(
         page.paste(drawn.point(lambda grey: 20 + grey * 220 // 255), (number % 50, number % 20))
         photo = np.asarray(page) * np.linspace(1, 0.5, page.width)
         photo += random.normal(0, 5, photo.shape)
-        save(photo.clip(0, 255).astype(np.uint8), tmp_path / f"{number:04d}.png")
-    of_photos = [int(line["label"]) for line in predict(str(mnist_run), tmp_path)]
+        save(photo.clip(0, 255).astype(np.uint8), photos / f"{number:04d}.png")
+    of_photos = [int(line["label"]) for line in predict(run, photos)]
     correct = sum(map(operator.eq, of_images, labels))
     assert correct > 0.98 * ROWS
     assert sum(map(operator.eq, of_photos, labels)) >= 0.97 * correct

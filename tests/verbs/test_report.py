@@ -92,9 +92,8 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
     rows = [[str(n) for n in row] for row in summary["confusion"]]
     matrix = page.partition('<th scope="col"><bdi>0</bdi></th>')[2].partition("</tr>")[0]
     assert re.findall(r'<th scope="col"><bdi>(.*?)</bdi></th>', matrix) == [*"123456789"]
-    cells = re.findall(
-        r'<th scope="row"><bdi>\d</bdi></th>\s*((?:<td class="[cz].*?</td>\s*)+)', page
-    )
+    row_of_cells = r'<th scope="row"><bdi>\d</bdi></th>\s*((?:<td class="[cz].*?</td>\s*)+)'
+    cells = re.findall(row_of_cells, page)
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
     assert "2 on CPU, precision no" in words(out)
     settings = dict(re.findall(r'<th scope="row">([-\w ]+)</th><td>(.*?)</td>', page))
@@ -130,9 +129,8 @@ def test_the_most_certain_mistakes_are_shown(first: Path) -> None:
     assert certainty == sorted(certainty, reverse=True)
     for mistake in run.mistakes:
         row = int(mistake["place"].removeprefix("test image "))
-        assert (
-            mistake["label"] == images.classes[of(images, "test").labels[row]] != mistake["guess"]
-        )
+        label = images.classes[of(images, "test").labels[row]]
+        assert mistake["label"] == label != mistake["guess"]
         assert mistake["label_probability"] < mistake["guess_probability"]
 
 

@@ -16,8 +16,6 @@ from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verbs.verify import proofs, watch
-from ddp_mnist.verbs.verify.proofs import Watched
-from ddp_mnist.verbs.verify.watch import largest_difference
 from tests.commands import REPOSITORY, Typed
 from tests.run_checks import with_flags
 
@@ -35,7 +33,7 @@ CAUGHT = {  # the checks that each fault fails
     "schedule": {"learning rates", "weights"},
     "batchnorm": {"gradients", "weights"},  # of each process's own share, not of the batch
 }
-Runs = dict[str, Watched]
+Runs = dict[str, proofs.Watched]
 
 
 def watch_all(configs: list[TrainConfig]) -> list[watch.RankRecord]:
@@ -47,7 +45,7 @@ def watched(size: int, folder: Path, **configs: TrainConfig) -> Runs:
     named = {name: proofs.with_run_dir(config, name) for name, config in configs.items()}
     ranks = run_world(size, watch_all, list(named.values()), folder=folder)
     each = zip(named.items(), zip(*ranks, strict=True), strict=True)
-    return {name: Watched(config, folder / name, [*seen]) for (name, config), seen in each}
+    return {name: proofs.Watched(config, folder / name, [*seen]) for (name, config), seen in each}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,8 @@ def test_all_checks_pass_here(typed: Typed) -> None:
     *lines, last = printed.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
     # which rank took which images: each rank of one and of two processes
-    taken = [
-        re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "images," in line
-    ]
+    told = [line.partition("images,")[2] for line in lines if "images," in line]
+    taken = [re.findall(r"\d+", places) for places in told]
     assert [len(places) for places in taken] == [6] * 3
     assert taken[0] == taken[1]  # rank 0 of two has the first half of what one process has
     assert not set(taken[1]) & set(taken[2])
@@ -87,10 +84,8 @@ def test_all_checks_pass_here(typed: Typed) -> None:
     names = [(check["name"], check["figures"]["processes"]) for check in written["checks"]]
     on_each = ["resume", "accumulation"]
     compared = ["samples", "learning rates", "gradients", "weights", "replicas"]
-    assert names == [
-        *((name, 1) for name in on_each),
-        *((name, 2) for name in (*compared, *on_each, "metrics")),
-    ]
+    of_two = [*compared, *on_each, "metrics"]
+    assert names == [(name, 1) for name in on_each] + [(name, 2) for name in of_two]
     assert all(check["status"] == PASS for check in written["checks"])
     differences = re.findall(r"off by (\S+)", printed)
     assert len(differences) == 4
@@ -203,7 +198,7 @@ def test_what_differs_is_counted_and_bounded() -> None:
     assert check.text == "2 processes: 1 of 3 steps' images differ, must be 0"
     assert BAD.text == "3 processes: weights after 45 steps, off by 1.0e+00, must be at most 1e-09"
     weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
-    nan = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
+    nan = watch.largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
     bounded = [proofs.bounded("x", 2, "", difference) for difference in (1e-9, 1.1e-9, nan)]
     assert [check.status for check in bounded] == [PASS, FAIL, FAIL]
 
@@ -236,7 +231,7 @@ def test_training_on_a_gpu_is_compared_with_the_cpu(one: Runs) -> None:
 def test_a_gpu_that_is_not_there_is_refused(typed: Typed) -> None:
     ended = typed("verify", "--gpu")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.error_lines == [
+    line = (
         "ddp-mnist: error: --gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out"
-        " (code 2)"
-    ]
+    )
+    assert ended.error_lines == [f"{line} (code 2)"]

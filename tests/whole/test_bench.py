@@ -1,7 +1,6 @@
 """tools/bench.py compares `fit` with a plain loop, not with itself."""
 
 import importlib.util
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -9,8 +8,8 @@ import pytest
 from tests.commands import REPOSITORY
 
 
-def test_each_kind_of_loop_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_each_kind_of_loop_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.spec_from_file_location("bench", REPOSITORY / "tools" / "bench.py")
     assert found and found.loader
     bench = importlib.util.module_from_spec(found)

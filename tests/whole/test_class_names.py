@@ -44,9 +44,8 @@ def test_names_are_shown_whole_everywhere(here: Path, typed: Typed) -> None:
 
     assert typed("report", "run").code == 0
     page = html.unescape(Path("run/report.html").read_text())
-    heads = [
-        each for each in re.findall(r'<th scope="row"><bdi>(.*?)</bdi></th>', page) if each in NAMES
-    ]
+    heads = re.findall(r'<th scope="row"><bdi>(.*?)</bdi></th>', page)
+    heads = [head for head in heads if head in NAMES]
     assert len(heads) == 24 + 120  # the most frequent confusions, and the list by class
     assert heads[24:] == NAMES
     confused = re.findall(r'<td class="words"><bdi>(\S.*)</bdi> \(\d+\)</td></tr>', page)

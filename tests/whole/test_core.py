@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.verbs.verify import watch
-from ddp_mnist.verbs.verify.watch import largest_difference, weights_of
-from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, python
+from tests.commands import MULTI_CPU, REPOSITORY, python, torchrun
 from tests.data_sets import write_digits
 from tests.run_checks import with_flags
 
@@ -62,19 +62,15 @@ def test_a_copy_on_n_processes_equals_one_and_resumed_equals_unbroken(
     for size, flags in ((1, ("--float64",)), (2, in_parts), (3, ("--float64",))):
         run_world(size, train_copy, made, f"on-{size}", *flags, folder=tmp_path)
     alone, *others = (weights(tmp_path / f"on-{size}") for size in (1, 2, 3))
-    assert max(largest_difference(run, alone) for run in others) < 1e-9
+    assert max(watch.largest_difference(run, alone) for run in others) < 1e-9
 
     run = (made, "stopped", *in_parts)
-    ended = LocalWorld(2, stopped, *run, folder=tmp_path).outcomes()
+    ended = LocalWorld(2, partial(train_copy, stops=True), *run, folder=tmp_path).outcomes()
     assert [str(outcome) for outcome in ended] == ["143", "143"]
     assert not (tmp_path / "stopped" / "model.pt").exists()
     run_world(2, train_copy, *run, "--resume", folder=tmp_path)
     again, unbroken = weights(tmp_path / "stopped"), others[0]
     assert all(torch.equal(again[name], unbroken[name]) for name in unbroken)
-
-
-def stopped(*arguments: Any) -> None:
-    train_copy(*arguments, stops=True)
 
 
 def test_it_trains_to_the_weights_of_ddp_mnist_train_bit_for_bit(
@@ -86,7 +82,7 @@ def test_it_trains_to_the_weights_of_ddp_mnist_train_bit_for_bit(
     plain = {"mixed_precision": "no", "dataset": str(made / "digits")}
     config = with_flags(watch.proof_config(**flags), **plain)
     run_world(1, watch.just_train, config, folder=tmp_path)
-    ours, theirs = weights(tmp_path / "core"), weights_of(tmp_path / "run")
+    ours, theirs = weights(tmp_path / "core"), watch.weights_of(tmp_path / "run")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -116,12 +112,10 @@ def test_under_launchers_it_learns_mnist_in_one_epoch(
 ) -> None:
     """Under accelerate launch; under torchrun the digits, which take a moment."""
     shutil.copytree(made / "my_trainer", tmp_path / "my_trainer")
-    launch = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), "--num_processes", "2"]
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     few = ["--dataset", str(made / "digits"), "--batch-size", "72", "--epochs", "6"]
     for start, data, count, least in (
-        (launch, ["--dataset", str(mnist)], "10,000", 0.99),
-        (torchrun, few, "90", 0.9),
+        ([*MULTI_CPU, "--num_processes", "2"], ["--dataset", str(mnist)], "10,000", 0.99),
+        (torchrun(2), few, "90", 0.9),
     ):
         command = [*start, "-m", "my_trainer", *data]
         ended = python(*command, folder=tmp_path, variables={"PYTHONPATH": ""})

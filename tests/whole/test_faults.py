@@ -38,7 +38,6 @@ from tests.chaos import (
     wait_until,
     workers_of,
 )
-from tests.commands import Ended
 from tests.run_checks import net_that, status, told_once
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
@@ -224,11 +223,6 @@ def _command(arguments: list[str]) -> None:
     cli.main(arguments)
 
 
-def what_it_said(folder: Path, code: int = 0) -> Ended:
-    """Return what `_command` printed."""
-    return Ended(code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text())
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     number: signal.Signals, code: int, tmp_path: Path
@@ -300,7 +294,7 @@ def test_fault_13_control_c_twice(tmp_path: Path) -> None:
         process.join(0.02)
     assert time.monotonic() - began < 5
     assert process.exitcode == 130
-    [line] = what_it_said(tmp_path).err.splitlines()
+    [line] = (tmp_path / "err.txt").read_text().splitlines()
     assert re.fullmatch(
         r"ddp-mnist: interrupted twice: stopped at once, nothing after step \d+ is saved;"
         r" to go on, add --resume run \(code 130\)",

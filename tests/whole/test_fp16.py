@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import DeviceConfig, choose_device
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.recipe import Recipe as TrainRecipe
-from ddp_mnist.config.train_config import RunFlags, TrainConfig
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core import fit
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.state import Progress
@@ -34,6 +32,7 @@ from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.training import checkpoint
 from ddp_mnist.verbs.verify.watch import just_train, resumed, what_stays
 from tests.data_sets import few_digits
+from tests.run_checks import with_flags
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 80, 20, 20
 BATCH, EPOCHS = 8, 3
@@ -49,11 +48,9 @@ PROCESSES = 2
 
 
 def config(run_dir: str, **recipe: Any) -> TrainConfig:
-    return TrainConfig(
-        RunFlags(dataset="few", run_dir=run_dir, log_every=3, quiet=True),
-        TrainRecipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
-        Distribution(cpu=True, dist_timeout=60),
-    )
+    run = {"dataset": "few", "run_dir": run_dir, "log_every": 3, "quiet": True, "cpu": True}
+    recipe = {"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}
+    return with_flags(TrainConfig(), **run, dist_timeout=60, **recipe)
 
 
 # --- The stand-in
@@ -72,11 +69,7 @@ class Seen:
         return [step for step, skipped in enumerate(self.skipped) if skipped]
 
 
-def fp16_on_a_cpu(
-    told: TrainConfig,
-    overflows: Any = (),
-    until: int | None = None,
-) -> Seen:
+def fp16_on_a_cpu(told: TrainConfig, overflows: Any = (), until: int | None = None) -> Seen:
     """Train as on a GPU.
 
     A gradient of the last rank is infinite at the steps `overflows`, and in step `until` it gets

@@ -136,12 +136,9 @@ def test_three_gigabytes_of_pixels_in_half_as_much_memory(
     options: dict[str, Any] = {"folder": tmp_path, "timeout_s": 1800}
     [built] = run_world(1, watched, read_it, str(place), str(cache_dir), **options)
     assert built[0] == (COUNT, 3, SIDE, SIDE)
-    config = with_flags(
-        proof_config(model="cheap:net", epochs=1, batch_size=256, val_size=1000),
-        dataset=str(place),
-        cache_dir=str(cache_dir),
-        mixed_precision="no",
-    )
+    cheap = proof_config(model="cheap:net", epochs=1, batch_size=256, val_size=1000)
+    places = {"dataset": str(place), "cache_dir": str(cache_dir)}
+    config = with_flags(cheap, **places, mixed_precision="no")
     ranks = run_world(2, watched, just_train, config, **options)
     assert ranks[0][0]["test_accuracy"] == 1
     peaks = [peak for _, peak in (built, *ranks)]  # of reading, rank 0, rank 1

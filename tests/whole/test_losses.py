@@ -61,9 +61,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_loss_can_get_wrong_is_one_line(name: str) -> None:
     with pytest.raises(UsageError, match=f"^--loss {name}{WRONG[name]}"):
-        trial.check_task(
-            Classification([*"abcde"], find_loss(name)), f"--loss {name}", torch.arange(3)
-        )
+        task = Classification([*"abcde"], find_loss(name))
+        trial.check_task(task, f"--loss {name}", torch.arange(3))
 
 
 # --- What it computes

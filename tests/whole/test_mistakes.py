@@ -18,8 +18,6 @@ from ddp_mnist.verbs.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
 from tests.run_checks import metrics, what_it_says, with_flags
 
-BATCHNORM = TrainConfig.from_flags({"inject": "batchnorm"})
-
 
 def config(fault: str | None, run_dir: str = "run", **flags: Any) -> TrainConfig:
     """Return two epochs of the digits on two processes."""
@@ -72,10 +70,8 @@ def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) ->
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_run_too_small_for_a_fault_is_refused(name: str) -> None:
     """Nothing would be wrong in it. The digits have 15 steps an epoch."""
-    fault, refused = (
-        MISTAKES[name],
-        rf"^--inject {name}: in so small a run it changes nothing; least: ",
-    )
+    fault = MISTAKES[name]
+    refused = rf"^--inject {name}: in so small a run it changes nothing; least: "
     for processes, epochs in ((1, 1), (1, 2), (2, 1)):
         recipe = Recipe(inject=name, epochs=epochs)
         enough = processes >= fault.processes and epochs >= fault.epochs
@@ -87,12 +83,11 @@ def test_a_run_too_small_for_a_fault_is_refused(name: str) -> None:
 
 
 def test_batchnorm_takes_a_net_that_has_it(tmp_path: Path) -> None:
-    assert BATCHNORM.recipe.model == "cnn_bn"
+    assert TrainConfig.from_flags({"inject": "batchnorm"}).recipe.model == "cnn_bn"
     without = config("batchnorm")
     [outcome, _] = LocalWorld(2, just_train, without, folder=tmp_path).outcomes()
-    assert str(outcome) == (
-        "--inject batchnorm: mlp has no BatchNorm; use --model cnn_bn or leave it out"
-    )
+    line = "--inject batchnorm: mlp has no BatchNorm; use --model cnn_bn or leave it out"
+    assert str(outcome) == line
 
 
 def test_padded_rows_are_counted(tmp_path: Path) -> None:

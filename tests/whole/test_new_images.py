@@ -52,13 +52,9 @@ def test_new_images_are_counted_as_predict_labels_them(
     for name in ("green", "yellow"):
         shutil.copytree(photos / "test" / name, f"two/test/{name}")
     shutil.copytree(photos / "test", "whole/test")
-    for folder, run, count in (
-        ("grey", "colour", 100),
-        ("large", "colour", 100),
-        ("whole", "grey", 100),
-        ("two", "colour", 40),
-        ("whole", "colour", 100),
-    ):
+    sets = "grey colour", "large colour", "whole grey", "two colour", "whole colour"
+    for folder, run in map(str.split, sets):
+        count = 40 if folder == "two" else 100
         found = api.evaluate(runs / run, dataset=folder)
         assert found and (found["count"], found["classes"]) == (count, CLASSES)
         confusion = np.zeros((5, 5), dtype=int)

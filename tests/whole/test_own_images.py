@@ -141,9 +141,8 @@ def test_every_orientation_of_every_format_becomes_upright(
     assert note in images.image_format.notes
     expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
     expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
-    for file, row in zip(
-        sorted((own / "train").rglob("*.png")), of(images, "train").images, strict=True
-    ):
+    paths = sorted((own / "train").rglob("*.png"))
+    for file, row in zip(paths, of(images, "train").images, strict=True):
         far = slice(3, None, 33), slice(3, None, 17)  # from the edges, which a lossy format blurs
         part = (slice(None), *far) if form == "JPEG" else slice(None)
         np.testing.assert_allclose(row.numpy()[part], expected[part], atol=4)
@@ -172,10 +171,8 @@ def test_sizes_that_differ_become_one(
 
 
 def test_a_large_set_keeps_larger_images() -> None:
-    for size, few, many in (
-        ((640, 480), (96, 128), (224, 299)),
-        ((224, 300), (300, 224), (300, 224)),
-    ):
+    sizes = ((640, 480), (96, 128), (224, 299)), ((224, 300), (300, 224), (300, 224))
+    for size, few, many in sizes:
         for count, expected in ((4999, few), (5000, many)):
             assert usual_size(Counter({size[::-1]: count})) == expected
             mixed = usual_size(Counter({size[::-1]: count - 1, (500, 500): 1}))
@@ -191,6 +188,7 @@ def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: 
     assert grey.image_format.notes == ["2 of 4 images had colour and became grey"]
     assert list(of(grey, "train").images.shape) == [2, 1, 12, 20]
     assert grey.digest != images.digest
+    assert np.array_equal(grey.keys, images.keys)  # by which a copy is known
     assert load(own).digest == images.digest  # both stay in the cache
 
 
@@ -198,9 +196,8 @@ def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> 
     dark = PIL.Image.fromarray(np.asarray(sixteen_bits()) // 16)
     images = load(folder_of(tmp_path / "own", dark, dark))
     assert of(images, "train").images.unique().tolist() == [0, 11]
-    assert images.image_format.notes[1:] == [
-        "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
-    ]
+    said = "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
+    assert images.image_format.notes[1:] == [said]
 
 
 def test_each_oddity_of_a_mixed_set_is_counted(tmp_path: Path) -> None:

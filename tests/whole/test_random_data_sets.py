@@ -105,10 +105,8 @@ def write_table(own: RandomSet, draw: np.random.Generator) -> None:
     separator, encoding = str(draw.choice([*separators])), str(draw.choice(encodings))
     heading, file = HEADINGS[draw.integers(len(HEADINGS))], own.path / own.table
     form: Any = draw.choice(["NFC", "NFD"])
-    rows = [
-        (unicodedata.normalize(form, str(p.relative_to(own.path))), name)
-        for p, name, _ in own.files
-    ]
+    named = [(str(path.relative_to(own.path)), name) for path, name, _ in own.files]
+    rows = [(unicodedata.normalize(form, file), name) for file, name in named]
     rows = [rows[number] for number in draw.permutation(len(rows))]
     if file.suffix == ".parquet":
         names, labels = zip(*rows, strict=True)
@@ -123,13 +121,8 @@ def write_table(own: RandomSet, draw: np.random.Generator) -> None:
             opened.write("sep=;\r\n")
         writer = csv.writer(opened, delimiter=separator)
         mask = "1 2 " * 40_000  # a polygon that nobody asked for
-        writer.writerows(
-            [
-                (*heading, "mask"),
-                *((*row, mask) for row in rows[:1]),
-                *((*row, "") for row in rows[1:]),
-            ]
-        )
+        writer.writerow((*heading, "mask"))
+        writer.writerows((*row, mask if row == rows[0] else "") for row in rows)
 
 
 def picture(label: int, size: list[int], draw: np.random.Generator) -> PIL.Image.Image:
@@ -180,9 +173,8 @@ def test_each_image_is_read_as_pillow_reads_it_and_by_predict_too(
 ) -> None:
     """What predict then answers, test_new_images.py counts."""
     own, seen = make(seed, tmp_path), dict[Path, bytes]()
-    record_property(
-        "details", f"{own.path.name}, {own.is_split=}, {own.table}, {own.flags}, {own.kinds}"
-    )
+    details = f"{own.path.name}, {own.is_split=}, {own.table}, {own.flags}, {own.kinds}"
+    record_property("details", details)
     images = load(own.path, ImageOptions.from_flags(vars(cli.train_config(own.flags).run)))
     for path, *_ in own.files:
         pixels = read_image(path, images.image_format, False)

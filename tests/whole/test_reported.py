@@ -1,9 +1,8 @@
 """What people reported of other trainers' image data, each as a small data set: taken, or told."""
 
-import csv
 import itertools
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import pytest
 from ddp_mnist.config.image_options import AS_THEY_ARE
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
-from tests.data_sets import cells_of, encoded, noise, read, write_noise
+from tests.data_sets import cells_of, encoded, noise, read, write_metadata, write_noise
 
 SIZES = {"train": 6, "test": 3}
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
@@ -36,14 +35,9 @@ def described(*words: Any) -> Callable[[Path], None]:
         for seed, (split, count) in enumerate(SIZES.items()):
             rows = [(f"{n}.png", words[n % len(words)]) for n in range(count)]
             write_noise(root / split, *(name for name, _ in rows), seed=seed)
-            write_csv(root / split / "metadata.csv", rows)
+            write_metadata(root / split, rows)
 
     return make
-
-
-def write_csv(file: Path, rows: Iterable[Sequence[Any]]) -> None:
-    with file.open("w", newline="") as opened:
-        csv.writer(opened).writerows([("file_name", "label"), *rows])
 
 
 def table(readme: str = "", as_bytes: bool = False) -> Callable[[Path], None]:
@@ -80,7 +74,7 @@ def one_table_for_all(root: Path) -> None:
         for n in range(count)
     ]
     write_noise(root, *(name for name, _ in rows))
-    write_csv(root / "metadata.csv", rows)
+    write_metadata(root, rows)
 
 
 def with_card(root: Path) -> None:
@@ -152,7 +146,6 @@ DRAWN = {
     "boards": beside("a/images/dev board,a/images/breadboard"),
 }
 REFUSED = {
-    "test is a class": (beside("control,test"), "6 of 12 .* no split, as control/.*; rename that,"),
     "valid is a class": (beside("valid,invalid"), "6 of 12 .* no split, as invalid/.*; rename"),
     "splits without classes": (beside("a/train,a/test"), "which folder is the class of a/train/0"),
     "several configurations": (table(SMALL_AND_LARGE + "---\n"), "several configurations: "),

@@ -21,13 +21,12 @@ from tests.commands import Typed
 from tests.data_sets import noise
 
 SIDE = 12  # of the squares to which the images of 20x14 are decoded
-COUNT = 60
 Change = Callable[[PIL.Image.Image], PIL.Image.Image]
 
 
 def lay(place: Path) -> None:
     """Write photos of six forms, each of which other programs store otherwise."""
-    for number in range(COUNT):
+    for number in range(60):
         image, options = noise(number, (14, 20)), dict[str, Any]()
         if number % 6 == 0:
             (exif := PIL.Image.Exif())[Base.Orientation] = 6
@@ -51,25 +50,34 @@ def shown(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith("I"):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     layer = image.convert("RGBA")
-    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, "white"), layer).convert(
-        "RGB"
-    )
+    white = PIL.Image.new("RGBA", layer.size, "white")
+    return PIL.Image.alpha_composite(white, layer).convert("RGB")
 
 
 def resized(image: PIL.Image.Image) -> PIL.Image.Image:
     return PIL.ImageOps.fit(shown(image), (SIDE, SIDE), PIL.Image.Resampling.BILINEAR)
 
 
-# By name: the flag of the run, the change of each file, its new suffix, and whether it is known
-CHANGES: dict[str, tuple[str, Change, str, bool]] = {
-    "turned upright": ("", PIL.ImageOps.exif_transpose, ".png", True),
-    "as a viewer shows it": ("", shown, ".png", True),
-    "BMP": ("", shown, ".bmp", True),
-    "TIFF in RGBA": ("", lambda image: shown(image).convert("RGBA"), ".tif", True),
-    "of the size that is decoded": ("", resized, ".png", False),
-    "of that size, in WebP": ("", resized, ".webp", False),
-    "grey, as decoded": ("--grey", lambda image: shown(image).convert("L"), ".png", False),
-    "resized and grey": ("--grey", lambda image: resized(image).convert("L"), ".tif", False),
+def larger(image: PIL.Image.Image) -> PIL.Image.Image:
+    return shown(image).resize((40, 40))
+
+
+SEEN, NONE = (
+    "run was trained on",
+    "none of the images that run was trained on is in its own folder as",
+)
+# By name: the flag of the run, the change of each file, its new suffix, and why the images that are
+# there now are refused; "" if they are known
+CHANGES: dict[str, tuple[str, Change, str, str]] = {
+    "turned upright": ("", PIL.ImageOps.exif_transpose, ".png", ""),
+    "as a viewer shows it": ("", shown, ".png", ""),
+    "BMP": ("", shown, ".bmp", ""),
+    "TIFF in RGBA": ("", lambda image: shown(image).convert("RGBA"), ".tif", ""),
+    "of the size that is decoded": ("", resized, ".png", SEEN),
+    "of that size, in WebP": ("", resized, ".webp", SEEN),
+    "grey, as decoded": ("--grey", lambda image: shown(image).convert("L"), ".png", SEEN),
+    "resized and grey": ("--grey", lambda image: resized(image).convert("L"), ".tif", SEEN),
+    "of another size": ("", larger, ".png", NONE),
 }
 
 
@@ -77,7 +85,7 @@ CHANGES: dict[str, tuple[str, Change, str, bool]] = {
 def test_fault_57_a_run_never_counts_an_image_that_it_was_trained_on(
     change: str, here: Path, typed: Typed
 ) -> None:
-    flag, make, suffix, is_known = CHANGES[change]
+    flag, make, suffix, why = CHANGES[change]
     lay(here / "photos")
     command = ["train", "--dataset", "photos", "--model", "mlp", "--batch-size", "8", "--cpu"]
     command += ["--image-size", str(SIDE), *flag.split()]
@@ -95,7 +103,7 @@ def test_fault_57_a_run_never_counts_an_image_that_it_was_trained_on(
     on_current = typed("evaluate", "run", "--json", "--dataset", "photos")
     resumed = typed("train", "--resume", "again", "--epochs", "2")
     reported = typed("report", "run")
-    if is_known:
+    if not why:
         same = ("count", "loss", "confusion")
         for now in (json.loads(ended.succeeds()), json.loads(on_current.succeeds())):
             assert [now[key] for key in same] == [before[key] for key in same]
@@ -106,8 +114,29 @@ def test_fault_57_a_run_never_counts_an_image_that_it_was_trained_on(
         return
     assert (ended.code, on_current.code, resumed.code, reported.code) == (3, 3, 4, 3)
     assert "have changed since the run; put them back" in ended.err
-    assert "run was trained on" in on_current.err
-    assert "--dataset photos" in on_current.err
+    assert f"--dataset photos: {why}" in on_current.err
     assert f"{here}/photos: not the images of again" in resumed.err
-    weights = ["--weights", "run/model.safetensors", "--test-size", "30"]
-    assert "was trained on some: " in typed(*command, *weights, "--dry-run").succeeds()
+    weights = ["--weights", "run/model.safetensors", "--test-size", "30", "--dry-run"]
+    assert ("was trained on some: " in typed(*command, *weights).out) == (why == SEEN)
+
+
+def test_images_that_were_edited_beside_others_are_told(here: Path, typed: Typed) -> None:
+    lay(here / "photos")
+    command = ["train", "--dataset", "photos", "--model", "mlp", "--batch-size", "8", "--cpu"]
+    typed(*command, "--epochs", "1", "--image-size", str(SIDE), "--run-dir", "run").succeeds()
+    for path in [*Path("photos").rglob("*.png")][:20]:
+        with PIL.Image.open(path) as opened:
+            shown(opened).save(path.with_suffix(".jpg"), quality=95)
+        path.unlink()
+    told = typed("evaluate", "run", "--dataset", "photos").succeeds()
+    assert "some images that it was trained on are not there as they were: if their" in told
+    config = read_json(Path("run/config.json"))  # as an earlier version wrote it
+    Path("run/config.json").write_text(json.dumps(config | {"format": 12, "digest": "0"}))
+    for verb in ("evaluate", "report"):
+        ended = typed(verb, "run")
+        assert ended.code == 3
+        assert (
+            "it was trained by another version of ddp_mnist (format 12), which compares"
+            in ended.err
+        )
+        assert ended.err.endswith("; use that (code 3)\n")
