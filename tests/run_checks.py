@@ -91,6 +91,14 @@ def what_it_says(config: TrainConfig) -> str:
     return console.getvalue()
 
 
+def rewrite_config(run: Path, text: str) -> None:
+    """Replace config.json as if the run had written it so."""
+    (run / "config.json").write_text(text)
+    summary = read_json(run / "summary.json")
+    del summary["config"]
+    (run / "summary.json").write_text(json.dumps(summary))
+
+
 def metrics(run: Path, kind: str = "loss") -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that have this key."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

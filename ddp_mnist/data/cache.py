@@ -123,8 +123,10 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
     try:
         about = read_json(path / ABOUT)
         outside = about.pop("outside")
-        now = CACHE_FORMAT, source.fingerprint, source.facts_outside(name for name, *_ in outside)
-        if (about.pop("format"), about.pop("fingerprint"), outside) != now:
+        now = CACHE_FORMAT, path.name, source.fingerprint
+        if tuple(about.pop(name) for name in ("format", "folder", "fingerprint")) != now:
+            return None
+        if outside != source.facts_outside(name for name, *_ in outside):
             return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
         # to torch, which warns of anything else; a write would stay in this process.
@@ -151,7 +153,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         about, arrays = decode_all(listing, options, temporary, tell)
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
-        about |= {"format": CACHE_FORMAT, "fingerprint": fingerprint}
+        about |= {"format": CACHE_FORMAT, "folder": path.name, "fingerprint": fingerprint}
         about["outside"] = source.facts_outside([*listing.files.values(), *listing.tables])
         files = [listing.files.get(number, "") for number in range(len(listing))]
         relative = [name.removeprefix(f"{source.place}/") for name in files]
@@ -186,7 +188,8 @@ def _check(path: Path, found: dict[str, Any], source: Source) -> None:
 def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
     del found["sha256s"]
-    keys, labels = found["keys"], held_out.strata(found["targets"])
+    keys = held_out.alike(found["keys"], found["decoded_keys"])
+    labels = held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
     test_share: float | None = None
     if "test" not in rows and options.test_size == 0:

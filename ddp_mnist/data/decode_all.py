@@ -26,7 +26,7 @@ from ddp_mnist.data.decode import (
     pixels_of,
     without_equal_channels,
 )
-from ddp_mnist.data.held_out import key_of, strata
+from ddp_mnist.data.held_out import alike, key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
 from ddp_mnist.errors import DataError
@@ -103,7 +103,9 @@ def decode_all(
         },
         "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *converted],
-        "careful": warnings_about(listing, rows, keys, strata(targets), is_plain),
+        "careful": warnings_about(
+            listing, rows, alike(keys, decoded_keys), strata(targets), is_plain
+        ),
     }
     arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
     return about, {**arrays, "part": part, "sums": sums}

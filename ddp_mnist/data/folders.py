@@ -4,7 +4,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ddp_mnist.config.image_options import ImageOptions
@@ -118,12 +118,15 @@ def list_folder(
     if not there:
         return None
     labels, unused = read_metadata(typed, folder, paths, options.columns)
+    from_table = bool(labels)
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for name in map(str, (folder, *images)):
         if name != name.encode(errors="replace").decode():
             raise DataError(f"{typed}: {name} has a name that is not UTF-8; rename it")
     by_folders = split_by_folders(images, has_labels=bool(labels))
-    split_of = by_folders or split_by_files(images) or dict.fromkeys(images, "train")
+    by_files = {} if by_folders else split_by_files(images)
+    split_of = by_folders or by_files or dict.fromkeys(images, "train")
+    unused += guessed_splits(by_folders, by_files)
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
     left_out = [image for image in images if image not in taken]
     no_train = not options.for_evaluation and "train" not in taken.values()
@@ -163,7 +166,8 @@ def list_folder(
         unused.append(f"{note}, as {shown_file(str(left_out[0]), folder)}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
-    return Listing(typed, cells, targets, classes, notes, folder=folder, careful=careful)
+    column = "file_name" if from_table else ""
+    return Listing(typed, cells, targets, classes, notes, column, folder, careful)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
@@ -188,6 +192,15 @@ def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
         return next(filter(None, map(split_in, [*above, *[folder] * is_split])), "")
 
     return {image: split for image in images if (split := split_of(image.parent))}
+
+
+def guessed_splits(by_folders: Collection[Path], by_files: Collection[Path]) -> list[str]:
+    """Return a note on folders and files that are taken for splits by a word in their names."""
+    names = {name for image in by_folders for name in image.parts[:-1] if split_in(name)}
+    names |= {image.name for image in [*by_files][:1]}
+    guessed = sorted(name for name in names if not is_exact(name))
+    shown = printable(joined(guessed, 80))
+    return [f"taken for splits by their names: {shown}"] if guessed else []
 
 
 def is_exact(name: str) -> bool:

@@ -24,6 +24,14 @@ def key_of(pixels: np.ndarray) -> int:
     return int.from_bytes(found.digest(), "big")
 
 
+def alike(keys: np.ndarray, decoded_keys: np.ndarray) -> np.ndarray:
+    """Return the keys to draw by, uint64 [N]: those that decode to the same pixels have one."""
+    _, group = np.unique(decoded_keys, return_inverse=True)
+    lowest = np.full(len(keys), 2**64 - 1, np.uint64)
+    np.minimum.at(lowest, group, keys)
+    return lowest[group]
+
+
 def draw_test(
     keys: np.ndarray, labels: np.ndarray, asked: float | None, typed: str
 ) -> tuple[np.ndarray, float]:

@@ -48,7 +48,8 @@ class ImageData:
         If the test split was drawn from train too, their number is approximate.
         """
         train = self.rows["train"]
-        keys, strata = self.keys[train], held_out.strata(self.targets[train])
+        keys = held_out.alike(self.keys, self.decoded_keys)[train]
+        strata = held_out.strata(self.targets[train])
         held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
         rows = {"train": np.setdiff1d(train, held), "validation": held}
         return dataclasses.replace(self, rows=self.rows | rows)

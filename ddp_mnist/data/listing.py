@@ -162,13 +162,15 @@ def check_cells(at: str, cells: Sequence[Any], check: Check, places: Sequence[st
 
 def is_label(cell: Any) -> bool:
     """Return whether a cell is a word or a whole number from 0."""
-    return bool(cell) if isinstance(cell, str) else isinstance(cell, int) and cell >= 0
+    if isinstance(cell, str):
+        return bool(cell) and "\n" not in cell  # as after a quote that was not closed
+    return isinstance(cell, int) and cell >= 0
 
 
 def is_number(cell: Any) -> bool:
     """Return whether float32 can hold a cell as a number."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        return abs(float(cell)) < LARGEST  # nor if it is NaN
+        return abs(float(cell)) < LARGEST and "_" not in str(cell)  # nor if it is NaN
     return False
 
 

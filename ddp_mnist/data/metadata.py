@@ -90,9 +90,13 @@ def read_csv(path: Path, at: str) -> Table:
     separator = lead[2] or next(named, max(",;\t", key=heading.count))
     csv.field_size_limit(2**31 - 1)  # a column that nobody asked for may hold anything
     opened = io.StringIO(text, newline="")
-    reader = csv.DictReader(opened, delimiter=separator, skipinitialspace=True)
+    reader = csv.DictReader(opened, delimiter=separator, skipinitialspace=True, strict=True)
     reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
-    rows = [(f"line {skipped + reader.line_num}", row) for row in reader]
+    try:
+        rows = [(f"line {skipped + reader.line_num}", row) for row in reader]
+    except csv.Error as error:
+        fault = f"line {skipped + reader.line_num}: {error}"
+        raise DataError(f"{at}: {fault}; close each quote, and double those within") from error
     rows = [each for each in rows if any(map(is_filled, each[1].values()))]
     return Table(columns, rows, separator)
 
@@ -151,6 +155,8 @@ def read_metadata(
                 fault = f"column {' and '.join(missing)}, only {there}," if missing else "rows,"
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
+            if split := table.column(at, "split"):
+                notes.append(f"{file}: column {split} is not used; name a folder or the files so")
             names, targets = cells_of(table, at, wanted, columns)
             for name, target, (place, _) in zip(names, targets, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)

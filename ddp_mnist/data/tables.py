@@ -97,11 +97,13 @@ def has_images(file: Path) -> bool:
     Raise OSError for a pointer of Git LFS.
     """
     from pyarrow.parquet import read_schema
+    from pyarrow.types import is_struct
 
     with file.open("rb") as opened:
         if opened.read(len(LFS)) == LFS:
             raise OSError(None, f"{file.name} is a pointer of Git LFS: git lfs pull")
-    return any(field.name in NAMES["image"] or field.type.num_fields for field in read_schema(file))
+    named = NAMES["image"]
+    return any(field.name in named or is_struct(field.type) for field in read_schema(file))
 
 
 def is_saved(folder: str) -> bool:

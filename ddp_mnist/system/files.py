@@ -28,10 +28,11 @@ def to_json(content: dict[str, Any]) -> str:
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """Return the object as it reads back from JSON, with the SHA-256 of all else in it."""
     plain = json.loads(as_json(content))
-    return plain | {SEAL: _digest_of(plain)}
+    return plain | {SEAL: digest_of(plain)}
 
 
-def _digest_of(plain: dict[str, Any]) -> str:
+def digest_of(plain: dict[str, Any]) -> str:
+    """Return the SHA-256 of an object that was read from JSON."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(raw)
     if isinstance(content, dict):
         why = CHANGED
-        if content.pop(SEAL, None) in (None, _digest_of(content)):  # older files have none
+        if content.pop(SEAL, None) in (None, digest_of(content)):  # older files have none
             return content
     raise OSError(errno.EBADMSG, f"{why}; put it back", str(path))
 

@@ -28,6 +28,7 @@ from ddp_mnist.system.text import finite, quoted, reason
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
+UNKNOWN = np.uint64(0)  # a key for images that are not known, which --weights has seen
 TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library's words
 FOLDER_KEY = "run folder"  # the broadcast of its path
 RUNS = Path("runs")  # where run folders are numbered
@@ -44,7 +45,7 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.run_id = ""  # of the run, once it has one
+        self.run_id = self.config_sha256 = ""  # of the run, once it has them
         self.step = 0  # the last step that the run is known to have taken
         self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
         self.metrics_sha256 = hashlib.sha256()  # of these
@@ -165,7 +166,10 @@ class RunFolder:
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replace the file atomically, with its digest in it. Raise StorageError."""
-        self.write_bytes(name, files.to_json(files.sealed(content)).encode())
+        whole = files.sealed(content)
+        self.write_bytes(name, files.to_json(whole).encode())
+        if name == CONFIG:
+            self.config_sha256 = whole[files.SEAL]
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Replace the file atomically. Raise StorageError."""
@@ -273,17 +277,29 @@ def resolve_link(path: Path) -> Path:
 def read_config(run: Path) -> dict[str, Any]:
     """Return config.json.
 
-    Raise CheckpointError if it is missing or damaged, or another run's summary.json or status.json
-    lies beside it.
+    Raise CheckpointError if it is missing or damaged, and as `check_one_run` does.
     """
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
-        for name in (SUMMARY, STATUS):
-            run_id = files.read_if_whole(run / name).get("run_id", config.get("run_id"))
-            if run_id != config.get("run_id"):
-                fault = f"{CONFIG} and {name} are of two runs"
-                raise CheckpointError(f"{run}: {fault}; put back the one that belongs here")
+    check_one_run(run)
     return config
+
+
+def check_one_run(run: Path) -> None:
+    """Raise CheckpointError if files of two runs, or of two parts of one, lie in the folder.
+
+    Files that are missing or damaged tell nothing.
+    """
+    found = {name: files.read_if_whole(run / name) for name in (CONFIG, SUMMARY, STATUS)}
+    config, summary, status = found.values()
+    runs = {each["run_id"] for each in found.values() if "run_id" in each}
+    parts = {("steps", summary.get("steps")), ("steps", status.get("step"))}
+    if config and summary:
+        parts |= {("config", x) for x in (summary.get("config"), files.digest_of(config)) if x}
+    is_finished = summary and status.get("state") == "finished"
+    if len(runs) > 1 or (is_finished and len(parts) > len(dict(parts))):
+        fault = f"{', '.join(found)} are not of one run, or not of one part of it"
+        raise CheckpointError(f"{run}: {fault}; put back those that belong together")
 
 
 def trained_on(run: str | Path) -> np.ndarray:

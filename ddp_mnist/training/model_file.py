@@ -20,7 +20,7 @@ from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole, regular
 from ddp_mnist.system.text import quoted, reason
 from ddp_mnist.task import about_task, task_from
-from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, name_a_run
+from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, check_one_run, name_a_run
 
 # Raise it when a net of ours gives other results for the same weights: older files are then refused
 NETS_VERSION = 4
@@ -62,6 +62,7 @@ def read_bytes(run: str) -> bytes:
     """
     status, summary = (read_if_whole(Path(run) / name) for name in (STATUS, SUMMARY))
     with blame(run, CheckpointError):
+        check_one_run(Path(run))
         is_damaged = not status and (Path(run) / STATUS).exists()
     unfinished = is_damaged or status.get("state", "finished") != "finished"
     so_far = f"state {status.get('state')}, step {status.get('step')}"

@@ -1,5 +1,6 @@
 """What the flags of a run name, found once, before its data is read."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,10 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.task import Score, Task
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import factory_of, is_known
-from ddp_mnist.nets.initial_weights import InitialWeights, find_weights
+from ddp_mnist.nets.initial_weights import InitialWeights, find_weights, read_weights
+from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.task import find_loss, find_score, find_task
-from ddp_mnist.training.folder import trained_on
+from ddp_mnist.training.folder import SUMMARY, UNKNOWN, trained_on
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,27 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     # Rank 0 alone logs and counts; importing scikit-learn takes it a second.
     trackers = store.broadcast_from_rank0("trackers", lambda: known_trackers(config.run.trackers))
     scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}
-    with blame(f"--weights {recipe.weights}", UsageError):
-        file = Path(recipe.weights).resolve() if recipe.weights else None
-        seen = trained_on(file.parent) if file and file.is_file() else np.zeros(0, np.uint64)
+    seen = np.zeros(0, np.uint64)
+    if weights and not weights.entry:
+        with blame(f"--weights {recipe.weights}", UsageError):
+            seen = seen_by(Path(weights.name).resolve())
     return NamedObjects(task, scores, trackers, digests, weights, seen)
+
+
+def seen_by(file: Path) -> np.ndarray:
+    """Return the keys of the images that the weights in a file were trained on.
+
+    It is UNKNOWN if a run wrote them, and they are not those of the run beside them; none for
+    another program's, and if the file is gone.
+    """
+    if not file.is_file():
+        return np.zeros(0, np.uint64)
+    digest = read_if_whole(file.parent / SUMMARY).get("model_sha256")
+    is_its_own = digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    if is_its_own and (known := trained_on(file.parent)).size:
+        return known
+    has_classes = read_weights(str(file))[1]
+    return np.array([UNKNOWN] if has_classes else [], np.uint64)
 
 
 def known_trackers(trackers: str | None) -> list[str]:

@@ -169,6 +169,7 @@ class RecordedRun(Run):
         outcome = result.summarise(run, state, test)
         outcome |= {
             "run_id": self.run_id,
+            "config": self.folder.config_sha256,
             "model_sha256": hashlib.sha256(content).hexdigest(),
             "metrics_sha256": self.folder.metrics_sha256.hexdigest(),
         }

@@ -20,7 +20,15 @@ from ddp_mnist.errors import CheckpointError, UsageError, blame
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.text import quoted, reason
 from ddp_mnist.training import checkpoint
-from ddp_mnist.training.folder import CONFIG, MODEL, STATUS, RunFolder, name_a_run, resolve_link
+from ddp_mnist.training.folder import (
+    CONFIG,
+    MODEL,
+    STATUS,
+    RunFolder,
+    check_one_run,
+    name_a_run,
+    resolve_link,
+)
 from ddp_mnist.training.result import finished_line
 from ddp_mnist.training.saved_config import RUN_FORMAT, saved_config
 from ddp_mnist.training.training_run import TrainingRun
@@ -63,6 +71,7 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
         state = read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
+        check_one_run(path)
         earlier = EarlierRun(str(path), read_saved(path))
         for group in (config.run, config.recipe):
             for name, value in flag_values(group, "must equal").items():

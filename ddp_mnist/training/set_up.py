@@ -31,7 +31,7 @@ from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, tracking
-from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, RunFolder
+from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, UNKNOWN, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
@@ -165,9 +165,7 @@ def without_seen(
     """Return the data set without the images to validate or test on that --weights has seen."""
     seen, weights = earlier.saved["left_out"] if earlier else found.seen, found.weights
     images = images.without(seen, f"--weights {config.recipe.weights} was trained on some")
-    if not weights or weights.entry or len(seen) or config.resumes:
-        return images
-    if initial_weights.read_weights(weights.name)[1]:  # has the names of classes: a run made it
+    if UNKNOWN in found.seen and not config.resumes:
         without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
         images = images.with_caveat(f"{without}, this may test on images that it has seen")
     return images

@@ -227,6 +227,8 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         those = f"{len(trained_on):,} of these {len(numbers):,} {flags.split} images"
         fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"
         raise DataError(f"{fault}; {fix}, or choose other images")
+    if folder.UNKNOWN in keys:
+        warn(f"{flags.run}: which images its --weights had seen is unknown, perhaps some of these")
 
 
 # --- The table

@@ -97,8 +97,9 @@ def read_run(path: Path) -> ReportedRun:
     found, metrics = dict[str, dict[str, Any]](), path / folder.METRICS
     for name in (folder.STATUS, folder.SUMMARY):
         with blame(f"{path}/{name}", CheckpointError):
-            is_there = name == folder.STATUS or (path / name).exists()
-            found[name] = files.read_json(path / name) if is_there else {}
+            is_finished = found.get(folder.STATUS, {}).get("state") == "finished"
+            is_needed = name == folder.STATUS or is_finished or (path / name).exists()
+            found[name] = files.read_json(path / name) if is_needed else {}
     status, summary = found.values()
     with blame(str(metrics), CheckpointError):
         raw = files.regular(metrics).read_bytes() if metrics.exists() else b""

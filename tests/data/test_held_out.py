@@ -19,6 +19,7 @@ from ddp_mnist.system.files import read_json
 from tests import data_sets
 from tests.commands import Typed
 from tests.data_sets import flat, noise, of, write_noise
+from tests.run_checks import rewrite_config
 
 TEST_SIZE = 0.18  # of the photos; by default it would be a fifth
 PHOTOS = flat(60, classes="a b c")
@@ -164,7 +165,7 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
     for name in ("metrics", "loss", "inject"):
         del config["recipe"][name]
     del config["own_code"]
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    rewrite_config(tmp_path / "run", json.dumps(config))
     assert json.loads(typed("evaluate", tmp_path / "run", "--json").out) == now
 
 
@@ -176,7 +177,7 @@ def test_fault_42_a_run_is_not_measured_on_a_folder_that_changed_since(
     shutil.copytree(trained, here, dirs_exist_ok=True)
     config = read_json(Path("run/config.json"))
     config["run"]["dataset"] = str(here / "photos")
-    Path("run/config.json").write_text(json.dumps(config))
+    rewrite_config(Path("run"), json.dumps(config))
     parts = parts_of(load(Path("photos"))).items()
     trained_on = {pixels for pixels, part in parts if part == "train"}
     make, _ = CHANGES[change]
@@ -227,7 +228,7 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
     assert ended.code == 0
     assert ended.err.startswith("ddp-mnist: warning: run: has no trained_on.npy of this version, ")
     config = read_json(Path("run/config.json"))
-    Path("run/config.json").write_text(json.dumps({**config, "digest": "0" * 64}))
+    rewrite_config(Path("run"), json.dumps({**config, "digest": "0" * 64}))
     ended = typed("evaluate", "run", "--dataset", trained / "photos")
     assert ended.code == 3  # the images of its train split may be among them
     assert "is unknown; give images that it has not seen, in test/CLASS/ (code 3)" in ended.err

@@ -25,7 +25,7 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
 from tests.data_sets import flat, of, write_noise
-from tests.run_checks import with_flags
+from tests.run_checks import rewrite_config, with_flags
 
 ANYWHERE = Report("RUN")  # the images lie where they lay
 
@@ -201,7 +201,7 @@ def test_a_run_without_a_result_says_why(
 def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
     shutil.copytree(first, run := tmp_path / os.fsdecode(b"<b>c\xe9"))
     config = json.dumps(read_json(run / "config.json"))
-    (run / "config.json").write_text(config.replace('"digits"', '"<script>alert(1)</script>"'))
+    rewrite_config(run, config.replace('"digits"', '"<script>alert(1)</script>"'))
     [path] = write(run)
     text = path.read_text()
     assert "<script>" not in text

@@ -127,6 +127,8 @@ def test_fault_55_a_damaged_file_changes_no_result_in_silence(
         command = [*COMMANDS][number % len(COMMANDS)]
         file = [*files][draw.integers(len(files))]
         damage = str(draw.choice([*DAMAGES, "another run's", "removed"]))
+        if damage == "removed" and file.suffix == ".pt":
+            continue  # the one before it is taken
         raw = (whole / file).read_bytes()
         if damage == "another run's":
             content: bytes | bytearray | None = (whole / files[file]).read_bytes()
