@@ -92,10 +92,13 @@ def read_csv(path: Path, at: str) -> Table:
     opened = io.StringIO(text, newline="")
     reader = csv.DictReader(opened, delimiter=separator, skipinitialspace=True, strict=True)
     reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
+    rows = list[tuple[str, dict[Any, Any]]]()
     try:
-        rows = [(f"line {skipped + reader.line_num}", row) for row in reader]
+        for row in reader:  # whose cells may hold line breaks
+            within = sum(str(cell).count("\n") for cell in row.values())
+            rows.append((f"line {skipped + reader.line_num - within}", row))
     except csv.Error as error:
-        fault = f"line {skipped + reader.line_num}: {error}"
+        fault = f"line {skipped + reader.reader.line_num}: {error}"
         raise DataError(f"{at}: {fault}; close each quote, and double those within") from error
     rows = [each for each in rows if any(map(is_filled, each[1].values()))]
     return Table(columns, rows, separator)

@@ -106,6 +106,7 @@ def test_decimal_commas_where_columns_are_not_separated_by_them(
     assert found.careful == []
 
 
+THOUSANDS = csv(";", "file_name,x", zip(NAMES, ["1.000", "12.500", "999,5", "7"], strict=True))
 NO_COMMA = '{"file_name": "3.png" "label": "dog"}'
 AS_NUMBERS = [{"file_name": number, "label": "cat"} for number in range(2)]
 SHORT = csv(heading="label,file_name", rows=[("a", "0.png"), ("b",)])
@@ -114,6 +115,14 @@ NULLS = {"file_name": [*NAMES, None], "label": [*LABELS, "cat"]}
 FLOATS = {"file_name": NAMES, "label": [1.0, None, 2.0, 3.0]}
 NAME, LABEL = "no name in column file_name", "no label in column label"
 REFUSED: dict[str, tuple[str, Any]] = {  # words of the line, and what is in the file
+    "1 of 3 rows has no label in column label: line 4 is 'dog.*3.png,dog'": (
+        ".csv",
+        'file_name,label\n0.png,cat\n1.png,dog\n0.png,"dog\n2.png,cat\n3.png,dog"\n',
+    ),
+    "line 2: ',' expected after '\"'; close each quote, and double those within": (
+        ".csv",
+        'file_name,label\n0.png,"a \\"big\\" cat"\n',
+    ),
     "4 is .*Expecting ',' delimiter in column 23.; give": (".jsonl", jsonl(*OBJECTS[:3], NO_COMMA)),
     "line 4 is .*Unterminated string starting at in column": (".jsonl", jsonl(*OBJECTS)[:-4]),
     r"line 1 is '\[{.*it is not an object.; give one {": (".jsonl", jsonl(OBJECTS)),
@@ -193,3 +202,8 @@ def test_numbers_that_float32_cannot_tell_apart(first: int, tmp_path: Path) -> N
     found = listed(tmp_path, csv(",", "file_name,x", rows), "metadata.csv", NUMBERS)
     said = "column x has 4 different numbers, and 1 in float32: subtract their mean"
     assert found.careful == [said]
+
+
+def test_a_column_with_points_and_commas_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 of 4 rows has no number in column x: line 4 is '999,5'"):
+        listed(tmp_path, THOUSANDS, "metadata.csv", NUMBERS)

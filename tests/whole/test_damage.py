@@ -142,3 +142,27 @@ def test_fault_55_a_damaged_file_changes_no_result_in_silence(
         if not (is_right or (code in (3, 4) and is_named)) or "Traceback" in said:
             wrong.append(f"{number} {command}: {file}, {damage}: code {code}: {said[-300:]}")
     assert wrong == []
+
+
+def test_files_of_an_earlier_part_of_the_run_and_a_cache_of_other_images_are_not_taken(
+    once: Callable[[str, Callable[[Path], None]], Path], here: Path, typed: Typed
+) -> None:
+    shutil.copytree(once("to-damage", lay), here, dirs_exist_ok=True)
+    shutil.copytree("run", "before")
+    typed(*COMMANDS["resume"].split()).succeeds()
+    for file in ("config.json", "summary.json"):
+        now = Path("run", file).read_bytes()
+        shutil.copy(Path("before", file), "run")
+        for command in ("resume", "evaluate", "predict", "report", "export"):
+            ended = typed(*COMMANDS[command].split())
+            assert ended.code == 4, command
+            assert (
+                "run: config.json, summary.json, status.json are not of one run, or not"
+                in ended.err
+            )
+        Path("run", file).write_bytes(now)
+    right = typed(*COMMANDS["evaluate"].split()).out
+    ours, theirs = (next(here.glob(f"cache/folder-{name}-*/")) for name in ("photos", "others"))
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    assert typed(*COMMANDS["evaluate"].split()).out == right

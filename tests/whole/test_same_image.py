@@ -16,6 +16,8 @@ import PIL.ImageOps
 import pytest
 from PIL.ExifTags import Base
 
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
 from tests.commands import Typed
 from tests.data_sets import noise
@@ -25,10 +27,10 @@ SIDE = 12  # of the squares to which the images of 20x14 are decoded
 Change = Callable[[PIL.Image.Image], PIL.Image.Image]
 
 
-def lay(place: Path) -> None:
+def lay(place: Path, seed: int = 0) -> None:
     """Write photos of six forms, each of which other programs store otherwise."""
     for number in range(60):
-        image, options = noise(number, (14, 20)), dict[str, Any]()
+        image, options = noise(100 * seed + number, (14, 20)), dict[str, Any]()
         if number % 6 == 0:
             (exif := PIL.Image.Exif())[Base.Orientation] = 6
             options["exif"] = exif
@@ -141,3 +143,34 @@ def test_images_that_were_edited_beside_others_are_told(here: Path, typed: Typed
             in ended.err
         )
         assert ended.err.endswith("; use that (code 3)\n")
+
+
+def test_copies_that_decode_alike_are_held_out_together_or_told(here: Path) -> None:
+    for number in range(16):
+        for label, mode in (("a", "RGB"), ("b", "L")):
+            (path := here / "photos" / label / f"{number}.png").parent.mkdir(
+                parents=True, exist_ok=True
+            )
+            noise(number).convert(mode).save(path)
+    images = cache.load("photos", options=ImageOptions(grey=True)).hold_out(4)
+    parts = [{*images.decoded_keys[rows].tolist()} for rows in images.rows.values()]
+    assert len(parts) == 3 and sum(map(len, parts)) == len(set.union(*parts)) == 16
+    assert "32 images lie in two classes or more" in images.caveats[0]
+
+
+def test_what_weights_have_seen_stays_unknown(here: Path, typed: Typed) -> None:
+    for name in ("first", "second", "third"):
+        lay(here / name, seed=len(name))
+    train = ["train", "--model", "mlp", "--image-size", str(SIDE), "--epochs", "1", "--cpu"]
+    typed(*train, "--dataset", "first", "--run-dir", "a").succeeds()
+    shutil.copytree("a", "swapped")
+    weights = ["--weights", "swapped/model.safetensors"]
+    typed(*train, "--dataset", "third", "--run-dir", "other", "--seed", "1").succeeds()
+    shutil.copy("other/model.safetensors", "swapped")
+    told = "without a trained_on.npy of this version next to it"
+    assert told in typed(*train, "--dataset", "second", *weights, "--run-dir", "b").succeeds()
+    again = ["--weights", "b/model.safetensors", "--dry-run"]
+    assert told in typed(*train, "--dataset", "third", *again).succeeds()
+    ended = typed("evaluate", "b", "--dataset", "third")
+    assert ended.code == 0
+    assert "b: which images its --weights had seen is unknown, perhaps some of these" in ended.err
