@@ -120,8 +120,8 @@ def pixels_of(image: PIL.Image.Image) -> np.ndarray:
 
 
 def without_equal_channels(pixels: np.ndarray) -> np.ndarray:
-    """Return uint8 [H, W] for [H, W, 3] without colour; other pixels as they are."""
-    if pixels.ndim == 3 and (pixels == pixels[..., :1]).all():
+    """Return uint8 [H, W] for [H, W, 1], or for [H, W, 3] without colour; others as they are."""
+    if pixels.ndim == 3 and (pixels.shape[2] == 1 or (pixels == pixels[..., :1]).all()):
         return pixels[..., 0]
     return pixels
 
