@@ -16,6 +16,7 @@ from ddp_mnist.data.held_out import draw_by_share, draw_exactly, validation_rows
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import quoted
 from tests import data_sets
 from tests.commands import Typed
 from tests.data_sets import flat, noise, of, write_noise
@@ -187,7 +188,7 @@ def test_fault_42_a_run_is_not_measured_on_a_folder_that_changed_since(
         assert (ended.code, ended.out) == (3, "")
         [line] = ended.error_lines
         assert f"run: the images of {here}/photos have changed since the run; put them" in line
-        assert f"--dataset {here}/photos (code 3)" in line
+        assert f"--dataset {quoted(here / 'photos')} (code 3)" in line
     ended = typed("report", "run")
     assert ended.code == 3 and "written to run/report.html" in ended.out
     assert "so the page shows no mistakes of it; put" in ended.err

@@ -89,7 +89,7 @@ def test_a_table_is_read_however_it_was_saved(how: str, tmp_path: Path) -> None:
 def test_a_file_is_found_in_another_spelling(named: str, there: str, tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", "a.png")
     (own / "a.png").rename(own / there)
-    rows = [(named.format(root=own), "cat"), *ROWS]
+    rows = [(f'"{named.format(root=own)}"', "cat"), *ROWS]
     found = listed(own, csv(rows=rows), "metadata.csv")
     assert f"{own}/{there}" in found.images["train"]
     assert len(found) == 5

@@ -11,6 +11,7 @@ from ddp_mnist.core.nets import MODELS
 from ddp_mnist.core.wrappers import Normalised, as_tested
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
+from ddp_mnist.system.text import quoted
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
 from ddp_mnist.training.model_file import NETS_VERSION
@@ -132,7 +133,8 @@ def test_what_a_run_without_a_model_is(here: Path) -> None:
             (folder / "status.json").touch()
     stands = r"\(state preempted, step 33\)"
     line = rf"^{stopped}: the run has no final model yet {stands}; let it finish"
-    with pytest.raises(CheckpointError, match=rf"{line}, or add --resume {stopped} to the command"):
+    resume = quoted(stopped)
+    with pytest.raises(CheckpointError, match=rf"{line}, or add --resume {resume} to the command"):
         model_file.read_bytes(str(stopped))
 
 
@@ -159,6 +161,6 @@ def test_fault_52_a_model_of_before_more_epochs_is_returned_with_a_warning(
     assert model_file.read_bytes(str(tmp_path)) == content
     expected = (
         f"ddp-mnist: warning: {tmp_path}: this is the model of step 45, {told}; let it finish, or"
-        f" add --resume {tmp_path} to the command that started it\n"
+        f" add --resume {quoted(tmp_path)} to the command that started it\n"
     )
     assert capsys.readouterr().err == (expected if told else "")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
+from ddp_mnist.system.text import quoted
 from ddp_mnist.task import Classification
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import export
@@ -49,7 +50,8 @@ def test_both_files_are_of_the_model_and_replace_an_earlier_export(
     ended = typed("export", alone, "--format", "safetensors, onnx", "--out", tmp_path)
     said = [line for line in ended.succeeds().splitlines() if not line.startswith("writing ")]
     assert [line.split(":")[0] for line in said[:2]] == list(EXPORTS.values())
-    assert said[2:] == [f"written to {tmp_path}", f"to the Hub: hf upload YOUR_NAME/run {tmp_path}"]
+    upload = f"to the Hub: hf upload YOUR_NAME/run {quoted(tmp_path)}"
+    assert said[2:] == [f"written to {tmp_path}", upload]
     trained = model_file.from_bytes(model_file.read_bytes(str(alone)), "")
     state = load_file(tmp_path / "model.safetensors")
     for name, tensor in trained.net.net.state_dict().items():
