@@ -205,11 +205,11 @@ def with_points(cells: list[Any], separator: str) -> list[Any]:
     A program writes both as its country does. In a column that has points too, or where tabs
     separate and each comma may be that of a thousand, commas are left, and then refused.
     """
-    with_comma = [x for x in cells if DECIMAL_COMMA.fullmatch(str(x))]
-    is_tab = separator == "\t" and all(re.search(r",[0-9]{3}$", x) for x in with_comma)
-    if separator == "," or is_tab or any("." in str(x) for x in cells):
+    with_comma = {x for x in map(str, cells) if DECIMAL_COMMA.fullmatch(x)}
+    may_be_thousands = separator == "\t" and all(re.search(",...$", x) for x in with_comma)
+    if separator == "," or may_be_thousands or any("." in str(x) for x in cells):
         return cells
-    return [str(x).replace(",", ".") if DECIMAL_COMMA.fullmatch(str(x)) else x for x in cells]
+    return [x.replace(",", ".") if x in with_comma else x for x in cells]
 
 
 def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Path:

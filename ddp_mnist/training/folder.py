@@ -293,11 +293,12 @@ def check_one_run(run: Path) -> None:
     found = {name: files.read_if_whole(run / name) for name in (CONFIG, SUMMARY, STATUS)}
     config, summary, status = found.values()
     runs = {each["run_id"] for each in found.values() if "run_id" in each}
-    parts = {("steps", summary.get("steps")), ("steps", status.get("step"))}
-    if config and summary:
-        parts |= {("config", x) for x in (summary.get("config"), files.digest_of(config)) if x}
-    is_finished = summary and status.get("state") == "finished"
-    if len(runs) > 1 or (is_finished and len(parts) > len(dict(parts))):
+    is_of_one_part = True
+    if summary and status.get("state") == "finished":
+        is_of_one_part = summary.get("steps") == status.get("step")
+        if config and "config" in summary:  # older files have no digest of it
+            is_of_one_part &= summary["config"] == files.digest_of(config)
+    if len(runs) > 1 or not is_of_one_part:
         fault = f"{', '.join(found)} are not of one run, or not of one part of it"
         raise CheckpointError(f"{run}: {fault}; put back those that belong together")
 
