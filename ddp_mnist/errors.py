@@ -91,6 +91,10 @@ class Stopped(KeyboardInterrupt):
         self.code = code
 
 
+# All that is not 0; after signals as well
+CODES = (*range(1, 8), 129, 130, 143)
+
+
 @contextlib.contextmanager
 def blame(typed: str, kind: type[DdpMnistError], fix: str = "") -> Iterator[None]:
     """Raise `kind` for any other error of the block: what was typed, and the error's own words.

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.signals import end_undisturbed
 from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.waiting import calls_others, frames_in
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code
 from ddp_mnist.system.text import reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
-LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
+LOST = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
 A_GPU_EACH = "give each process its own GPU, or share one with --backend gloo"
 
 
@@ -77,19 +78,24 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
 
     NCCL's system errors count as broken connections too, even if no rank is lost.
     """
-    text, why = str(error).lower(), re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's source line
-    is_lost = isinstance(error, RuntimeError) and any(sign in text for sign in LOST_CONNECTION)
-    if store.world_size == 1 or not is_lost:
+    if store.world_size == 1 or not is_networks(error):
         return error
+    text, why = str(error).lower(), re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's source line
+    why = store.unreachable or why  # as the heartbeat found it, which then broke the connection
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
-    store.report_alive()
-    abandon_group()  # over gloo this breaks the connections of ranks that wait: they sign too
+    abandon_group()  # over gloo this breaks the connections of ranks that wait
     lost, why = store.find_dead_ranks(), textwrap.shorten(why, 120)
     if not lost and not store.unreachable and "nccl" not in text:
         return PeerError(
-            f"all {store.world_size} ranks are alive, but lost each other ({why}); if they were"
-            " paused together for longer than --dist-timeout, start the run again"
+            f"all {store.world_size} ranks are alive, but a connection between two of them broke"
+            f" ({why}; {store.addresses()}); look at the network, then start the run again"
         )
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return store.lost_contact(lost, why, more)
+
+
+def is_networks(error: BaseException) -> bool:
+    """Return whether a call to other ranks raised the error: one's own code may use such words."""
+    is_lost = isinstance(error, RuntimeError) and any(s in str(error).lower() for s in LOST)
+    return is_lost and (isinstance(error, dist.DistError) or calls_others(frames_in(error)))

@@ -1,58 +1,136 @@
-"""Each rank shows that it is alive, so that others wait for a slow rank but not for a dead one."""
+"""Each rank shows that it is alive, so that others wait for a slow rank but not for a dead one.
 
-import contextlib
+Nothing else judges that: once the group is formed, gloo's clock is out of use (world.py).
+"""
+
+import json
 import math
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from dataclasses import replace
 
-from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.connections import shut_down
+from ddp_mnist.cluster.store import CANCEL_S, FAILURE, Beat, Store, beat_key, listed, wake_key
+from ddp_mnist.cluster.waiting import calls_others, frames_of, place
+from ddp_mnist.errors import PeerError
+from ddp_mnist.system.console import tell
 
 # A rank beats this often, or five times in a shorter --dist-timeout. That is also how long after
 # --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
 BEAT_S = 8.0
+TELL_S = 60.0  # of waiting for a rank that lives, or --dist-timeout if that is shorter
+IDLE = 0.1  # of the time on the CPU: a thread that computes does not wait
 
 
 class Heartbeat(threading.Thread):
-    """A thread that increments a key of this rank, and reports whose key no longer changes.
+    """A thread that shows what this rank does, and reports those that no longer do.
 
-    It beats while the main thread decodes, imports or compiles; a C function that keeps Python's
-    lock for all of the time-out would stop it, as a kill or SIGSTOP does. Rank 0 watches all the
-    others, and they watch rank 0: the number of calls per rank does not depend on how many there
-    are. Missed beats count, not time: a cluster that was suspended as a whole has lost no rank.
+    It beats while the rank's own thread decodes, imports, saves or compiles; a C function that
+    keeps Python's lock for all of the time-out would stop it, as a kill or SIGSTOP does. Rank 0
+    watches all the others, and they watch rank 0: the number of calls per rank does not depend on
+    how many there are. Missed beats count, not time: a cluster that was suspended as a whole has
+    lost no rank. Ranks that beat are waited for, unless all of them wait: that never ends.
     """
 
     def __init__(self, store: Store, silence_s: float) -> None:
         """Make the first beat, which must exist before another rank's thread looks for it.
 
-        A rank without a beat for `silence_s` is lost.
+        `store` is of the thread that calls this, whose place is shown. A rank without a beat for
+        `silence_s` is lost.
         """
         super().__init__(name="heartbeat", daemon=True)
+        self.mains, self.thread = store, threading.get_ident()
         # A separate connection: the main thread may be waiting on the other one.
-        self.store, self.c10d = store, store.c10d.clone()
+        self.store = replace(store, c10d=store.c10d.clone(), patience_s=silence_s)
         self.silence_s = silence_s
         self.misses = max(5, math.ceil(silence_s / BEAT_S))
         self.every_s = silence_s / self.misses
+        self.tell_after = math.ceil(min(TELL_S, silence_s) / self.every_s)  # beats
+        self.last, self.did, self.cpu_s = Beat(), (0, 0), 0.0
+        self.seen, self.missed, self.told = dict[int, int](), Counter[int](), False
         self.beat()
 
-    def beat(self) -> None:
-        """Show that this rank is alive."""
-        self.c10d.add(f"beat/{self.store.rank}", 1)
-
     def run(self) -> None:
-        """Beat and watch the others, until this rank leaves the store or another one is lost."""
-        store = self.store
-        watched = range(1, store.world_size) if store.rank == 0 else [0]
-        seen, missed = dict[int, bytes](), Counter[int]()
-        with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
-            while not store.left.wait(self.every_s):
-                self.beat()
-                beats = self.c10d.multi_get([f"beat/{rank}" for rank in watched])
-                for rank, beat in zip(watched, beats, strict=True):
-                    missed[rank] = missed[rank] + 1 if seen.get(rank) == beat else 0
-                    seen[rank] = beat
-                if lost := [rank for rank in watched if missed[rank] >= self.misses]:
-                    why = f"no sign of life for {self.silence_s:g} s"
-                    error = store.lost_contact(lost, why)
-                    replace(store, c10d=self.c10d, lost=lost).report_failure(str(error), error.code)
-                    return
+        """Beat and watch the others, until this rank leaves the store or another one fails.
+
+        Then the connections on which the main thread may be waiting are broken.
+        """
+        wake, longest_s = wake_key(self.store.rank), self.silence_s + self.every_s - CANCEL_S
+        try:
+            while not self.mains.left.is_set():
+                # Another rank writes this key when it fails, or looks for dead ranks.
+                woken = self.store.wait(wake, self.every_s, answer_s=longest_s)
+                if woken:
+                    self.store.call("delete_key", wake)
+                self.beat(periodic=not woken)
+                if self.store.exists(FAILURE) if woken else self.reports():
+                    break
+        except RuntimeError:  # the store is gone, and rank 0 or the launcher with it
+            self.mains.unreachable = self.store.unreachable
+        if not self.mains.left.is_set():
+            shut_down(self.mains.connections)
+
+    def beat(self, periodic: bool = False) -> None:
+        """Show that this rank is alive, where it is, and for how many beats it has waited there."""
+        number, waited, _ = self.last
+        frames, cpu_s = frames_of(self.thread), time.process_time()
+        if periodic:
+            done = self.mains.steps, self.mains.sync_points
+            is_idle = cpu_s - self.cpu_s < IDLE * self.every_s and done == self.did
+            waited = waited + 1 if is_idle and calls_others(frames) else 0
+            self.did, self.cpu_s = done, cpu_s
+        self.last = Beat(number + 1, waited, place(frames))
+        self.store.set(beat_key(self.store.rank), self.last)
+
+    def reports(self) -> bool:
+        """Look at the beats of those whom this rank watches. Return whether it reports a failure.
+
+        Say, once in a long wait, which rank is waited for.
+        """
+        store, rank = self.store, self.store.rank
+        watched = range(1, store.world_size) if rank == 0 else range(1)
+        found = store.call("multi_get", [beat_key(each) for each in watched])
+        beats = {each: Beat(*json.loads(beat)) for each, beat in zip(watched, found, strict=True)}
+        for each, beat in beats.items():
+            is_missed = self.seen.get(each) == beat.number
+            self.missed[each] = self.missed[each] + 1 if is_missed else 0
+            self.seen[each] = beat.number
+        beats[rank] = self.last
+        if lost := [each for each in watched if self.missed[each] >= self.misses]:
+            error = store.lost_contact(lost, f"no sign of life for {self.silence_s:g} s")
+        elif rank == 0 and all(beat.waited >= self.misses for beat in beats.values()):
+            error = self.no_end(beats)
+        else:
+            self.say_who_is_waited_for(beats)
+            return False
+        store.lost = lost
+        store.report_failure(str(error), error.code)
+        return True
+
+    def say_who_is_waited_for(self, beats: dict[int, Beat]) -> None:
+        """Rank 0 tells of the others, and rank 1 of rank 0, whose terminal may be stopped."""
+        waited = max(beat.waited for beat in beats.values())
+        works = [each for each, beat in beats.items() if not (beat.waited or self.missed[each] > 1)]
+        if waited < self.tell_after or self.store.rank > 1 or self.store.rank in works:
+            self.told = self.told and waited > 0
+        elif works and not self.told:
+            self.told = True
+            at = f", at {beats[works[0]].place}" if beats[works[0]].place else ""
+            line = f"waiting    for rank {listed(works)}, which is alive{at}"
+            # In a thread: a terminal that takes nothing must not stop this one.
+            threading.Thread(target=tell, args=(line,), daemon=True).start()
+
+    def no_end(self, beats: dict[int, Beat]) -> PeerError:
+        """Return the error of ranks that are all alive and all wait."""
+        ranks = defaultdict[str, list[int]](list)
+        for rank, beat in sorted(beats.items()):
+            ranks[beat.place].append(rank)
+        where = ", ".join(f"rank {listed(ranks[at])} at {at}" for at in ranks)
+        fix = "let every rank take part in each collective"
+        if other := self.mains.rank_info.other_address:
+            fix += f", and the network pass large packets (does `ping -M do -s 1472 {other}` work?)"
+        return PeerError(
+            f"all {self.store.world_size} ranks are alive, but have waited for each other for"
+            f" {self.silence_s:g} s ({where}); {fix}"
+        )

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import platform
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import FailedElsewhere, PeerError
+from ddp_mnist.cluster.connections import Connection
+from ddp_mnist.errors import CODES, FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import joined
 
 T = TypeVar("T")
 FAILURE = "failure"  # the key of the failure that was reported first
-ALIVE = "alive"  # the key of the ranks that have answered
+SEARCH = "search"  # the key of the rank that looks for dead ones
 FAILED = "failed"  # the value of a sync point that will never be reached
 LEAVING_S = 5.0
 CANCEL_S = 5.0  # for a wait that has timed out to return
@@ -58,6 +60,24 @@ def sync_key(number: int) -> str:
 def arrived_key(number: int) -> str:
     """Return the key of the ranks that have arrived at a barrier, see Store."""
     return f"arrived/{number}"
+
+
+def beat_key(rank: int) -> str:
+    """Return the key of a rank's last Beat."""
+    return f"beat/{rank}"
+
+
+def wake_key(rank: int) -> str:
+    """Return the key that lets a rank's heartbeat beat at once."""
+    return f"wake/{rank}"
+
+
+class Beat(NamedTuple):
+    """A sign of life, see heartbeat.py."""
+
+    number: int = 0
+    waited: int = 0  # for how many beats the rank has waited for others, in one and the same call
+    place: str = ""  # where its main thread is, e.g. fit.py:94
 
 
 class RankInfo(NamedTuple):
@@ -96,10 +116,12 @@ class Store:
     hosts: list[str] = field(default_factory=list)  # on rank 0, each rank's `host_id`
     rank_info: RankInfo = field(default_factory=RankInfo)  # of this rank, once all have joined
     lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
-    unreachable = False  # whether the server or the link to it is dead; a copy starts afresh
+    unreachable = ""  # why the server cannot be reached any more; a copy starts afresh
     left: threading.Event = field(default_factory=threading.Event)  # set once this rank has left
     heartbeat: threading.Thread | None = None  # runs from the rendezvous until this rank leaves
     sync_points: int = 0  # that this rank has passed, or waits for
+    steps: int = 0  # that it has trained
+    connections: set[Connection] = field(default_factory=set)  # to the group's other ranks
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 
     def who(self, ranks: list[int]) -> str:
@@ -111,21 +133,33 @@ class Store:
         """Call a method of torch's store, with a deadline: a dead link would block forever."""
         return self._within(self.patience_s, lambda: getattr(self.c10d, method)(*args))
 
-    def _within(self, seconds: float, function: Callable[[], T]) -> T:
+    def _within(self, seconds: float, function: Callable[[], T], again: bool = True) -> T:
         if self.unreachable:
             raise RuntimeError("the connection to the main address is gone")
         try:
             return with_deadline(function, seconds)
         except (RuntimeError, TimeoutError) as error:
-            self.unreachable = True
-            late = "timed out: " if isinstance(error, TimeoutError) else ""
-            raise RuntimeError(f"{late}{error}") from None
+            is_late = isinstance(error, TimeoutError)
+            if again and not is_late and self._reconnect():
+                return self._within(seconds, function, again=False)
+            self.unreachable = f"no sign of life for {self.patience_s:g} s" if is_late else str(error)
+            raise RuntimeError(self.unreachable) from None
         except KeyboardInterrupt:  # the connection is still busy with the interrupted call
-            try:
-                self.c10d = with_deadline(self.c10d.clone, CANCEL_S)
-            except (RuntimeError, TimeoutError):
-                self.unreachable = True
+            self.unreachable = "" if self._reconnect() else "the connection was interrupted"
             raise
+
+    def _reconnect(self) -> bool:
+        """Return whether the server is there, on a new connection; the old one may be cut."""
+        server = self.c10d
+        while isinstance(server, dist.PrefixStore):
+            server = server.underlying_store
+        try:
+            if isinstance(server, dist.TCPStore):  # which would try a dead one again and again
+                socket.create_connection((server.host, server.port), CANCEL_S).close()
+            self.c10d = with_deadline(self.c10d.clone, CANCEL_S)
+        except (OSError, RuntimeError, TimeoutError):
+            return False
+        return True
 
     def set(self, key: str, value: Any) -> None:
         self.call("set", key, json.dumps(value))
@@ -255,9 +289,10 @@ class Store:
     def shutdown(self) -> None:
         """Leave the store; rank 0, which may serve it, waits LEAVING_S at most for the others."""
         self.left.set()
-        if self.heartbeat:
-            self.heartbeat.join(1.0)  # a dead connection may hold it
         with contextlib.suppress(RuntimeError):  # the store is gone: no rank needs rank 0
+            if self.heartbeat:
+                self.set(wake_key(self.rank), 1)
+                self.heartbeat.join(1.0)  # a dead connection may hold it
             self.call("add", "left", 1)
             if self.rank == 0:
                 leaving, pause_s = self.world_size - len(self.lost), 0.01
@@ -270,17 +305,39 @@ class Store:
         """Record this rank's error as the run's. Return None, or the one reported before it."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
-            first = json.loads(self.call("compare_set", FAILURE, "", json.dumps(mine)))
+            first = self._failure_in(self.call("compare_set", FAILURE, "", json.dumps(mine)))
             self.end_waits()
+            self.wake_all()
         except RuntimeError:  # rank 0 served the store and is dead
             return None
         self.lost = first["lost"]
         return None if first == mine else first
 
+    def wake_all(self) -> None:
+        """Let every rank's heartbeat beat at once."""
+        ranks = range(self.world_size)
+        self.call("multi_set", [wake_key(rank) for rank in ranks], ["1" for _ in ranks])
+
+    def _failure_in(self, found: bytes) -> dict[str, Any]:
+        """Return what a rank has reported. Raise PeerError if no rank of this run wrote that.
+
+        The port has no password, and what is in this value decides how the run ends.
+        """
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            failure = json.loads(found)
+            ranks, known = [failure["rank"], *failure["lost"]], range(self.world_size)
+            is_ours = all(type(rank) is int and rank in known for rank in ranks)
+            if is_ours and failure["code"] in CODES and isinstance(failure["message"], str):
+                return {name: failure[name] for name in ("rank", "message", "code", "lost")}
+        raise PeerError(
+            f"the store of the {self.world_size} ranks holds a failure that none of them reported;"
+            " keep others from its port, then start the run again"
+        )
+
     def failure(self) -> dict[str, Any] | None:
         """Return the failure reported first, if any: its rank, message, code and lost ranks."""
         with contextlib.suppress(RuntimeError):
-            return self.read(FAILURE)
+            return self._failure_in(self.call("get", FAILURE)) if self.exists(FAILURE) else None
         return None
 
     def raise_if_failed(self) -> None:
@@ -300,32 +357,47 @@ class Store:
             f" then start the run again{more}"
         )
 
-    def report_alive(self) -> None:
-        """Tell those who search for dead ranks that this one is not."""
-        with contextlib.suppress(RuntimeError):
-            self.add_rank(ALIVE)
+    def addresses(self) -> str:
+        """Return where rank 0 and this rank, or rank 1, said that they can be reached."""
+        ends = (0, self.rank or 1)
+        return ", ".join(f"rank {rank} is at {self.read(f'address/{rank}')}" for rank in ends)
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
-        """Return the ranks that do not answer after a connection broke.
+        """Return the ranks whose hearts do not beat, after a connection broke.
 
-        Every survivor has to call this at about the same time. Many ranks on few cores answer one
-        after the other, so a rank waits until no more answers arrive, or until another rank reports
-        a failure, which names the lost ranks.
+        The first rank to ask looks for them and reports a failure, which names them to the others.
         """
-        self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
-        self.report_alive()
-        deadline = time.monotonic() + SEARCH_S
-        before, silent = None, list[int]()
+        self.patience_s = min(self.patience_s, 3.0)
         try:
-            while silent != before and time.monotonic() < deadline:
-                if self.wait(FAILURE, patience_s / 2):
-                    silent = json.loads(self.call("get", FAILURE))["lost"]
-                    break
-                before, silent = silent, self.missing_ranks(ALIVE)
-            self.lost = silent
+            if self.exists(FAILURE):
+                self.lost = self._failure_in(self.call("get", FAILURE))["lost"]
+            elif (first := int(self.call("compare_set", SEARCH, "", str(self.rank)))) == self.rank:
+                self.lost = self._silent_ranks(patience_s)
+            elif self.wait(FAILURE, SEARCH_S + CANCEL_S):
+                self.lost = self._failure_in(self.call("get", FAILURE))["lost"]
+            else:
+                self.lost = [first]
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
+
+    def _silent_ranks(self, patience_s: float) -> list[int]:
+        """Return the ranks that do not beat when they are woken.
+
+        Many on few cores beat one after the other, so this waits until no more do.
+        """
+        ranks = range(self.world_size)
+        before = self.call("multi_get", [beat_key(rank) for rank in ranks])
+        self.wake_all()
+        silent, ends = [*ranks], time.monotonic() + SEARCH_S
+        until = time.monotonic() + patience_s
+        while silent and time.monotonic() < min(until, ends):
+            time.sleep(0.05)
+            now = self.call("multi_get", [beat_key(rank) for rank in ranks])
+            still = [rank for rank in silent if now[rank] == before[rank]]
+            until = until if still == silent else time.monotonic() + patience_s
+            silent = still
+        return silent
 
 
 def listed(ranks: Iterable[int]) -> str:

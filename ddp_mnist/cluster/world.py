@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import is_lomo_available
 
+from ddp_mnist.cluster.connections import keep_alive
 from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
@@ -28,9 +29,12 @@ from ddp_mnist.cluster.rendezvous import check_same, join_store
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.core.accelerator import make_accelerator
-from ddp_mnist.errors import PeerError, UsageError
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.system.console import warn
 from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.text import reason
 
+FOREVER = timedelta(days=365)
 SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
 
 
@@ -111,7 +115,7 @@ def join_world(
                 threads=threads,
                 start_time=started,
             )
-            store.close()
+            say_goodbye(store)
         end_group()
     finally:
         gc.unfreeze()
@@ -159,6 +163,8 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
 
     Raise PeerError if some cannot be made, for example because a firewall opens only the main port.
     """
+    # With it gloo would connect on the way, and those connections are not known.
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
     store.set(f"address/{store.rank}", f"{first_address(interface)} ({interface or 'not set'})")
@@ -171,6 +177,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         timeout=timedelta(seconds=timeout_s),
         device_id=torch.device("cuda", gpu_of(local_rank)) if backend == "nccl" else None,
     )
+    before = keep_alive()
     try:
         with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
     except (RuntimeError, TimeoutError) as error:
@@ -181,10 +188,24 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             ) from error
         if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
-        ends = (0, store.rank or 1)
-        addresses = (f"rank {rank} is at {store.read(f'address/{rank}')}" for rank in ends)
         raise PeerError(
             f"{store.world_size} processes joined, but rank {store.rank} could not connect to all"
-            f" others within {timeout_s:g} s ({', '.join(addresses)}); open all TCP ports between"
+            f" others within {timeout_s:g} s ({store.addresses()}); open all TCP ports between"
             f" the machines, or set {variable} to the interface that leads there"
         ) from error
+    connections = keep_alive() - before
+    if backend == "gloo":  # NCCL's watchdog judges by itself
+        dist.set_timeout(FOREVER, dist.group.WORLD)
+        store.connections = connections
+
+
+def say_goodbye(store: Store) -> None:
+    """Leave the store once all are done. What was done stands, even if a rank is lost by now."""
+    try:
+        store.close()
+    except (RuntimeError, DdpMnistError) as error:
+        if isinstance(error, DdpMnistError) and error.code != PeerError.code:
+            raise
+        store.shutdown()
+        if not isinstance(error, FailedElsewhere):
+            warn(f"all is done, but the ranks could not say goodbye ({reason(error)})")

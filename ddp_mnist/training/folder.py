@@ -63,8 +63,7 @@ class RunFolder:
         try:
             if not self._began:
                 return
-            if error is None:
-                self.status(state="finished", exit_code=0, phase="done")
+            if error is None:  # `finished` has recorded it
                 return
             is_expected = isinstance(error, errors.DdpMnistError | KeyboardInterrupt)
             text = (str(error) or "interrupted") if is_expected else repr(error)
@@ -151,6 +150,10 @@ class RunFolder:
         of_run = {"run_id": self.run_id} if self.run_id else {}
         self._status |= {"step": self.step, **of_run, **changes}
         self.write_json(STATUS, self._status)
+
+    def finished(self) -> None:
+        """Record that the run ended well; after that, ranks may fail to say goodbye."""
+        self.status(state="finished", exit_code=0, phase="done")
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
         """Write the error that ended the run to status.json; if that fails, drop the new error."""

@@ -99,6 +99,7 @@ class RecordedRun(Run):
         self.console.draw(*self.progress_line(name))
 
     def step(self) -> None:
+        self.run.world.store.steps += 1
         if self.profile:
             self.profile.step()
 

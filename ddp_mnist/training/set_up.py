@@ -75,6 +75,7 @@ def set_up_run(
             recorded = RecordedRun(run, stop, folder, console, opened, profile)
             recorded.phase("starting")
             yield recorded
+        folder.finished()
 
 
 # --- Settings and data
