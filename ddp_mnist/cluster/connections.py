@@ -4,8 +4,8 @@ import contextlib
 import os
 import socket
 import stat
-from functools import partial
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 # Firewalls of clouds forget a connection that is silent for some minutes; the system's own probes
 # would begin after two hours. So many of them may stay unanswered: who is lost, others decide.

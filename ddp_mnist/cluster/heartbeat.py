@@ -5,21 +5,24 @@ Nothing else judges that: once the group is formed, gloo's clock is out of use (
 
 import json
 import math
+import os
 import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
 
 from ddp_mnist.cluster.connections import shut_down
+from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.store import CANCEL_S, FAILURE, Beat, Store, beat_key, listed, wake_key
 from ddp_mnist.cluster.waiting import calls_others, frames_of, place
-from ddp_mnist.errors import PeerError
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, exit_code, one_line
 from ddp_mnist.system.console import tell
 
 # A rank beats this often, or five times in a shorter --dist-timeout. That is also how long after
 # --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
 BEAT_S = 8.0
 TELL_S = 60.0  # of waiting for a rank that lives, or --dist-timeout if that is shorter
+STUCK_S = 5.0  # for the main thread to notice that its connections are broken
 IDLE = 0.1  # of the time on the CPU: a thread that computes does not wait
 
 
@@ -70,6 +73,21 @@ class Heartbeat(threading.Thread):
             self.mains.unreachable = self.store.unreachable
         if not self.mains.left.is_set():
             shut_down(self.mains.connections)
+            if self.mains.connections and not self.mains.left.wait(STUCK_S):
+                self.end_if_stuck()
+
+    def end_if_stuck(self) -> None:
+        """End this process if its main thread still waits for others.
+
+        gloo does not wake a thread whose data did not fit into the buffer of a broken connection.
+        """
+        if calls_others(frames_of(self.thread)):
+            why = self.mains.unreachable or "it does not take what is sent"
+            error = first_cause(self.store, self.store.lost_contact(self.store.lost or [0], why))
+            self.mains.record_end(error)
+            if isinstance(error, DdpMnistError) and not isinstance(error, FailedElsewhere):
+                tell(one_line(error))
+            os._exit(exit_code(error))
 
     def beat(self, periodic: bool = False) -> None:
         """Show that this rank is alive, where it is, and for how many beats it has waited there."""

@@ -122,6 +122,7 @@ class Store:
     sync_points: int = 0  # that this rank has passed, or waits for
     steps: int = 0  # that it has trained
     connections: set[Connection] = field(default_factory=set)  # to the group's other ranks
+    record_end: Callable[[BaseException], object] = lambda _: None  # where the run is recorded
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 
     def who(self, ranks: list[int]) -> str:
@@ -142,7 +143,8 @@ class Store:
             is_late = isinstance(error, TimeoutError)
             if again and not is_late and self._reconnect():
                 return self._within(seconds, function, again=False)
-            self.unreachable = f"no sign of life for {self.patience_s:g} s" if is_late else str(error)
+            no_sign = f"no sign of life for {self.patience_s:g} s"
+            self.unreachable = no_sign if is_late else str(error)
             raise RuntimeError(self.unreachable) from None
         except KeyboardInterrupt:  # the connection is still busy with the interrupted call
             self.unreachable = "" if self._reconnect() else "the connection was interrupted"

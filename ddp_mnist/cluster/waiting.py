@@ -3,12 +3,14 @@
 import sys
 import traceback
 from collections.abc import Container
+from pathlib import Path
 from types import FrameType
 
 # Modules that call other ranks; a backward pass of DDP ends with its all-reduces.
 CALLS = ("torch.distributed", "torch.nn.parallel", "torch.autograd", "ddp_mnist.cluster.store")
-PASSED_OVER = (sys.stdlib_module_names - {"__main__"}) | {"ddp_mnist.system.deadline"}
-LIBRARIES = ("torch", "accelerate", "ddp_mnist.cluster", "ddp_mnist.core.accelerator")
+NOT_OWN = (sys.stdlib_module_names - {"__main__"}) | {"ddp_mnist"}
+PASSED_OVER = (NOT_OWN - {"ddp_mnist"}) | {"ddp_mnist.system.deadline"}
+OURS, LOW = ("ddp_mnist",), ("ddp_mnist.cluster", "ddp_mnist.system", "ddp_mnist.core.accelerator")
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -29,11 +31,16 @@ def calls_others(frames: list[FrameType]) -> bool:
 
 
 def place(frames: list[FrameType]) -> str:
-    """Return file and line of the innermost frame that is no library's, e.g. `fit.py:94`."""
+    """Return file and line of the innermost frame in which a run shows, e.g. `fit.py:94`.
+
+    That is this package's, above its lowest floors, or the user's own.
+    """
     for frame in frames:
-        name = str(frame.f_globals.get("__name__"))
-        if not (_within(name, LIBRARIES) or _within(name, PASSED_OVER)):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        name, file = str(frame.f_globals.get("__name__")), Path(frame.f_code.co_filename)
+        is_ours = _within(name, OURS) and not _within(name, LOW)
+        is_own = not ({"site-packages", "dist-packages"} & {*file.parts} or _within(name, NOT_OWN))
+        if is_ours or is_own:
+            return f"{file.name}:{frame.f_lineno}"
     return ""
 
 

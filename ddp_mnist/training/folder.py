@@ -59,20 +59,22 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Record how the run ended, if it began, with the process's exit code."""
+        """Record the error that ended the run, if it began, with the process's exit code."""
         try:
-            if not self._began:
-                return
-            if error is None:  # `finished` has recorded it
-                return
+            if error is not None:  # else `finished` has been called
+                self.record_end(error)
+        finally:
+            self.release()
+
+    def record_end(self, error: BaseException) -> None:
+        """Record the error that ends the run, if it began."""
+        if self._began:
             is_expected = isinstance(error, errors.DdpMnistError | KeyboardInterrupt)
             text = (str(error) or "interrupted") if is_expected else repr(error)
             state = "preempted" if isinstance(error, errors.Preempted) else "failed"
             self.record_outcome(state, errors.exit_code(error), text)
             if getattr(error, "blamed", not is_expected):
                 self.keep_traceback(error)
-        finally:
-            self.release()
 
     def create(self, run_dir: str | None, dataset: str, begin_again: bool = False) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.

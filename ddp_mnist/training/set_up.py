@@ -72,6 +72,7 @@ def set_up_run(
         with tracking.tracked(run, folder), profiled(run, opened.where) as profile:
             if world.compile_options:
                 console.print("compiling  the model, which can take minutes")
+            world.store.record_end = folder.record_end
             recorded = RecordedRun(run, stop, folder, console, opened, profile)
             recorded.phase("starting")
             yield recorded

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected, first_cause
+from ddp_mnist.cluster.failures import (
+    A_GPU_EACH,
+    as_expected,
+    first_cause,
+    propagate_first_error,
+)
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.ranks import at_once, stores
@@ -34,10 +39,49 @@ def test_nccls_own_reason_is_given(
 ) -> None:
     store = Store(dist.HashStore(), 0, 2)
     monkeypatch.setattr(store, "find_dead_ranks", lambda: lost)
-    error = as_expected(store, RuntimeError(text))
+    error = as_expected(store, dist.DistBackendError(text))
     assert type(error) is kind
     assert str(error).startswith(message)
     assert "NCCL_DEBUG=WARN" in str(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionError, TimeoutError])
+def test_an_error_of_ones_own_code_is_no_broken_connection_whatever_it_says(
+    error: type[Exception],
+) -> None:
+    def own_code() -> None:
+        raise error("gloo socket: connection timed out, broken pipe, NCCL")
+
+    zero, _ = stores(2)
+    with pytest.raises(error) as raised, propagate_first_error(zero):
+        own_code()
+    assert type(raised.value) is error
+    assert zero.failure()["code"] == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"",
+        b"[]",
+        b'"x"',
+        b"{}",
+        b'{"rank": 0, "message": "bye", "code": 256, "lost": []}',
+        b'{"rank": 0, "message": "bye", "code": 0, "lost": []}',
+        b'{"rank": 0, "message": "bye", "code": "6", "lost": []}',
+        b'{"rank": 2, "message": "bye", "code": 6, "lost": []}',
+        b'{"rank": 0, "message": "bye", "code": 6, "lost": ["x"]}',
+        b'{"rank": true, "message": "bye", "code": 6, "lost": []}',
+        b'{"rank": 0, "message": {}, "code": 6, "lost": 7}',
+    ],
+)
+def test_a_failure_that_no_rank_wrote_ends_the_run_as_a_lost_peer(written: bytes) -> None:
+    zero, one = stores(2)
+    zero.c10d.set("failure", written)
+    for store in (zero, one):
+        with pytest.raises(PeerError, match="holds a failure that none of them reported") as raised:
+            store.raise_if_failed()
+        assert raised.value.code == 6
 
 
 @pytest.mark.parametrize(

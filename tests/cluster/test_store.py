@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
+from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, join_store
@@ -130,15 +131,26 @@ def test_who_does_not_come_in_time_is_missed() -> None:
 
 
 def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> None:
-    """Many that share a few cores answer one after the other."""
+    """Many that share a few cores answer one after the other; the first to ask tells all."""
 
-    def answer(number: int, store: Store) -> list[int]:
-        time.sleep(0.3 * number)
-        return store.find_dead_ranks(0.8)
+    class Slow(Heartbeat):
+        def beat(self, periodic: bool = False) -> None:
+            time.sleep(0.3 * self.store.rank if self.is_alive() else 0)
+            super().beat(periodic)
 
-    *living, _ = stores(5)
-    found = at_once(*[partial(answer, *each) for each in enumerate(living)])
-    assert found == [[4]] * 4
+    def look(store: Store) -> list[int]:
+        lost = store.find_dead_ranks(0.8)
+        store.report_failure("lost contact", 6)
+        return lost
+
+    five = stores(5)
+    hearts = [Slow(store, 300) for store in five]
+    for heart in hearts[:4]:
+        heart.start()
+    assert at_once(*[partial(look, store) for store in five[:4]]) == [[4]] * 4
+    for heart in hearts[:4]:
+        heart.join(5)
+        assert not heart.is_alive()
 
 
 def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:

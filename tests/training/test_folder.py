@@ -118,6 +118,7 @@ def test_fault_49_a_disk_that_cannot_flush_folders_or_make_links_is_used_with_a_
     monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Not permitted")))
     with RunFolder() as folder:
         folder.create(None, "digits")
+        folder.finished()
     assert read_json(here / "runs" / "digits-001" / "status.json")["state"] == "finished"
     flushed, linked = capsys.readouterr().err.splitlines()
     assert "this disk cannot flush folders (Invalid argument): a power cut may lose" in flushed
@@ -261,6 +262,7 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
         assert is_held(tmp_path / ".lock")
         if error:
             raise error
+        run.finished()
     assert not error or (raised and raised.value is error)
     phase = "validation" if error else "done"
     ended = {"state": state, "exit_code": code, "phase": phase, "step": 7, "error": message}
