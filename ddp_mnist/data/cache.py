@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
@@ -23,7 +24,7 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
-from ddp_mnist.system.text import joined, reason
+from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 6
@@ -39,6 +40,7 @@ Log = Callable[[str], None] | None
 def cache_folder(cache_dir: str | None) -> Path:
     """Return --cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
     chosen = cache_dir or os.environ.get("DDP_MNIST_CACHE") or "~/.cache/ddp_mnist"
+    refuse_address("--cache-dir" if cache_dir else "DDP_MNIST_CACHE", chosen)
     with blame(chosen, StorageError, MOVE):  # without a home folder, as in some containers
         return Path(chosen).expanduser()
 
@@ -101,6 +103,16 @@ def load(
     return _image_data(found, source, options)
 
 
+def dir_of_run(
+    dataset: str, saved: str | None, options: ImageOptions = AS_THEY_ARE
+) -> str | None:
+    """Return the --cache-dir that a run has `saved`, if the data set is there; else None.
+
+    The run may be a stranger's, so nothing is written where it says.
+    """
+    return saved if saved and cached(dataset, saved, options) else None
+
+
 def cached(
     dataset: str, cache_dir: str | None = None, options: ImageOptions = AS_THEY_ARE
 ) -> ImageData | None:
@@ -146,7 +158,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
 
     def tell(what: str) -> None:
         if log:
-            log(f"reading    {source.name}, decoded once into {path.parent}: {what}")
+            log(f"reading    {source.name}, decoded once into {escaped(path.parent)}: {what}")
 
     try:
         fingerprint, listing = source.fingerprint, source.listing(options)

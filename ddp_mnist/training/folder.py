@@ -86,7 +86,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
-        others = ", ".join(name for name in names if (path / name).exists())
+        there = {each.name for each in path.iterdir()}  # a link to nothing too
+        others = ", ".join(name for name in names if name in there)
         if (path / STATUS).exists():  # a run writes it first: without it, no run is here
             last = files.read_if_whole(path / STATUS)
             lost = last.get("state") == "preempted"  # which saved: is its disk not there?
@@ -200,7 +201,7 @@ class RunFolder:
             path = self.path / METRICS
             self.check_ours()
             line = (json.dumps(finite({"step": step, **metrics})) + "\n").encode()
-            with files.storage_errors(path), open(path, "ab") as file:
+            with files.storage_errors(path), open(path, "ab", opener=files.no_link) as file:
                 file.write(line)
             self.metrics_sha256.update(line)
         if self.log_to_trackers:
@@ -221,8 +222,11 @@ class RunFolder:
         """
         self.metrics_lines, self.metrics_sha256 = 0, hashlib.sha256()
         if self.path and (path := self.path / METRICS).exists():
-            with files.storage_errors(path):
-                lines = path.read_bytes().splitlines(keepends=True)[:count]
+            with (
+                files.storage_errors(path),
+                open(files.regular(path), "r+b", opener=files.no_link) as file,
+            ):
+                lines = file.read().splitlines(keepends=True)[:count]
                 # A crash of the machine may have truncated the last one.
                 kept = b"".join(line for line in lines if line.endswith(b"\n"))
                 self.metrics_lines = kept.count(b"\n")
@@ -231,7 +235,7 @@ class RunFolder:
                 if are_whole and self.metrics_sha256.hexdigest() != sha256:
                     fix = "put it back, or move it away, to continue without its lines"
                     raise CheckpointError(f"{path}: {files.CHANGED}; {fix}")
-                os.truncate(path, len(kept))
+                file.truncate(len(kept))
         lost = count - self.metrics_lines
         return [f"{self.path}/{METRICS}: lacks {lost} lines of earlier steps"] if lost else []
 

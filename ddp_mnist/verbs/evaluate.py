@@ -124,8 +124,9 @@ def _load(
 
     Raise DataError if the run's own data set has changed since.
     """
-    name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options, test_share = options_of(config), config["test_size"]
+    name, options, test_share = config["dataset"], options_of(config), config["test_size"]
+    of_run = None if flags.dataset else cache.dir_of_run(name, config["cache_dir"], options)
+    cache_dir = flags.cache_dir or of_run
     load = partial(cache.load, cache_dir=cache_dir, check=store.is_first_here)
     if not flags.dataset:
         check_still_there(name, flags.run)

@@ -32,7 +32,7 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
-from ddp_mnist.system.text import printable
+from ddp_mnist.system.text import escaped, printable
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
@@ -81,11 +81,12 @@ def run(flags: Report) -> None:
     page = Path(flags.out or run.path / "report.html")
     with files.storage_errors(page, "--out"):
         files.write_atomically(page, render_page(run, curves).encode())
-        console.print(f"written to {page}")
+        console.print(f"written to {escaped(page)}")
         for key, figure in figures.items() if flags.png else ():
             picture = page.with_name(f"{page.stem}-{key}.png")
-            figure.savefig(picture, dpi=200)
-            console.print(f"written to {picture}")
+            figure.savefig(written := io.BytesIO(), dpi=200)
+            files.write_atomically(picture, written.getvalue())
+            console.print(f"written to {escaped(picture)}")
     if changed:
         why, fix = changed
         raise DataError(f"{run.name}: {why}, so the page shows no mistakes of it; {fix}")
@@ -123,13 +124,14 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
     Return why the images are not those of the run, and what to do; None if they are.
     """
     saved = run.config["run"]
-    dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
+    dataset = flags.dataset or saved["dataset"]
     try:
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
         options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         if not flags.dataset:
             check_still_there(dataset, run.name)
+        cache_dir = flags.cache_dir or cache.dir_of_run(dataset, saved["cache_dir"], options)
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         if source.kind == "hub" and not cache.cached(dataset, cache_dir, options):

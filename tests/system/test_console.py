@@ -53,7 +53,7 @@ with Console(True) as console:
     console.print("begins")
     console.progress(0.25, "step 1/4")
     console.progress(0.5, "step 2/4")
-    console.print(str(warned("data", "is slow", "wait")))
+    console.print(str(warned("data", "is slow", "wait")), coloured=True)
     console.progress(0.75, "step 3/4")
 print("after it")
 """
