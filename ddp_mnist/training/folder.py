@@ -19,6 +19,9 @@ import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
+from ddp_mnist.config.flag_fields import Flags, flag_values
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import warn
@@ -33,6 +36,8 @@ TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library'
 FOLDER_KEY = "run folder"  # the broadcast of its path
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
+# What other commands read of config.json, besides flags; earlier versions did not write all
+OF_A_RUN = {"digest": str, "test_share": float | int, "left_out": list, "own_code": dict}
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
@@ -279,14 +284,27 @@ def resolve_link(path: Path) -> Path:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Return config.json.
+    """Return config.json, with flags as if they were typed.
 
     Raise CheckpointError if it is missing or damaged, and as `check_one_run` does.
     """
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
+        for group, kind in (("run", RunFlags), ("recipe", Recipe)):
+            saved, made = config[group], _flags(kind, config[group])
+            config[group] = saved | {name: made[name] for name in saved.keys() & made.keys()}
+        for name, kinds in OF_A_RUN.items():
+            if not isinstance(config.get(name), kinds | None):
+                raise ValueError(f"{name} makes no sense")
     check_one_run(run)
     return config
+
+
+def _flags(kind: type[Flags], saved: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return flag_values(kind.from_flags(saved))
+    except UsageError as error:  # which nobody typed now
+        raise ValueError(str(error)) from None
 
 
 def check_one_run(run: Path) -> None:
@@ -296,7 +314,7 @@ def check_one_run(run: Path) -> None:
     """
     found = {name: files.read_if_whole(run / name) for name in (CONFIG, SUMMARY, STATUS)}
     config, summary, status = found.values()
-    runs = {each["run_id"] for each in found.values() if "run_id" in each}
+    runs = {str(each["run_id"]) for each in found.values() if "run_id" in each}
     is_of_one_part = True
     if summary and status.get("state") == "finished":
         is_of_one_part = summary.get("steps") == status.get("step")
@@ -322,4 +340,5 @@ def trained_on(run: str | Path) -> np.ndarray:
     if hashlib.sha256(raw).hexdigest() != expected:
         fix = "put it back, or remove it: what the run was trained on is then unknown"
         raise CheckpointError(f"{file}: {files.CHANGED}; {fix}")
-    return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))
+    with blame(str(file), CheckpointError):
+        return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import PIL.Image
@@ -32,7 +33,7 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
-from ddp_mnist.system.text import escaped, printable
+from ddp_mnist.system.text import escaped, finite, printable
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
@@ -76,8 +77,10 @@ def run(flags: Report) -> None:
     changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
-    figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
-    curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
+    # matplotlib warns of each letter that no font has
+    with blame(f"{run.path}/{folder.METRICS}", CheckpointError), catch_warnings(action="ignore"):
+        figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
+        curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     page = Path(flags.out or run.path / "report.html")
     with files.storage_errors(page, "--out"):
         files.write_atomically(page, render_page(run, curves).encode())
@@ -108,7 +111,7 @@ def read_run(path: Path) -> ReportedRun:
         if status.get("state") == "finished" and not is_as_written:
             raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
         # the last line of a run that was killed may be incomplete
-        lines = [{**json.loads(line)} for line in raw.decode().split("\n")[:-1]]
+        lines = [{**finite(json.loads(line))} for line in raw.decode().split("\n")[:-1]]
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
