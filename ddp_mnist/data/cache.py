@@ -103,9 +103,7 @@ def load(
     return _image_data(found, source, options)
 
 
-def dir_of_run(
-    dataset: str, saved: str | None, options: ImageOptions = AS_THEY_ARE
-) -> str | None:
+def dir_of_run(dataset: str, saved: str | None, options: ImageOptions = AS_THEY_ARE) -> str | None:
     """Return the --cache-dir that a run has `saved`, if the data set is there; else None.
 
     The run may be a stranger's, so nothing is written where it says.

@@ -41,10 +41,10 @@ NO_IMAGE = {  # what often has the name of an image, by how it begins
 NAMES = {"EPS": "PostScript, a program,"}
 # What Pillow itself decodes. Not so: it starts Ghostscript for EPS, opens what is in IPTC as any
 # format, and reads but the header of BUFR, GRIB, HDF5, MPEG and WMF. New ones are not read either.
-DECODED = frozenset(
-    "AVIF BLP BMP CUR DCX DDS DIB FITS FLI FPX FTEX GBR GIF ICNS ICO IM IMT JPEG JPEG2000 MCIDAS"
-    " MIC MPO MSP PCD PCX PIXAR PNG PPM PSD QOI SGI SPIDER SUN TGA TIFF WEBP XBM XPM XVTHUMB".split()
-)
+DECODED = """
+    AVIF BLP BMP CUR DCX DDS DIB FITS FLI FPX FTEX GBR GIF ICNS ICO IM IMT JPEG JPEG2000 MCIDAS MIC
+    MPO MSP PCD PCX PIXAR PNG PPM PSD QOI SGI SPIDER SUN TGA TIFF WEBP XBM XPM XVTHUMB
+"""
 # Texts and colour profiles of PNG, in bytes: editors write more than Pillow's 1 MB.
 PIL.PngImagePlugin.MAX_TEXT_CHUNK = 2**26
 PIL.PngImagePlugin.MAX_TEXT_MEMORY = 2**27
@@ -64,8 +64,8 @@ def formats() -> list[str]:
     register_heif()
     PIL.Image.preinit()  # the usual formats are tried first
     PIL.Image.init()
-    every = PIL.Image.OPEN.items()
-    return [n for n, x in every if n in DECODED or not x[0].__module__.startswith("PIL.")]
+    known, every = DECODED.split(), PIL.Image.OPEN.items()
+    return [n for n, x in every if n in known or not x[0].__module__.startswith("PIL.")]
 
 
 def image_endings() -> frozenset[str]:
