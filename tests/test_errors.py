@@ -3,14 +3,7 @@ import time
 
 import pytest
 
-from ddp_mnist.errors import (
-    MORE_FILES,
-    DataError,
-    DdpMnistError,
-    StorageError,
-    UsageError,
-    blame,
-)
+from ddp_mnist.errors import MORE_FILES, DataError, DdpMnistError, StorageError, UsageError, blame
 from ddp_mnist.system.deadline import with_deadline
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
-from ddp_mnist.config.flag_fields import Flags, flag_values
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame
@@ -291,20 +291,17 @@ def read_config(run: Path) -> dict[str, Any]:
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
         for group, kind in (("run", RunFlags), ("recipe", Recipe)):
-            saved, made = config[group], _flags(kind, config[group])
+            saved = config[group]
+            try:
+                made = flag_values(kind.from_flags(saved))
+            except UsageError as error:  # which nobody typed now
+                raise CheckpointError(f"{run}/{CONFIG}: {error}") from error
             config[group] = saved | {name: made[name] for name in saved.keys() & made.keys()}
         for name, kinds in OF_A_RUN.items():
             if not isinstance(config.get(name), kinds | None):
                 raise ValueError(f"{name} makes no sense")
     check_one_run(run)
     return config
-
-
-def _flags(kind: type[Flags], saved: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return flag_values(kind.from_flags(saved))
-    except UsageError as error:  # which nobody typed now
-        raise ValueError(str(error)) from None
 
 
 def check_one_run(run: Path) -> None:

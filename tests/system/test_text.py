@@ -32,18 +32,7 @@ def test_the_root_cause_is_what_the_system_said() -> None:
 
 
 def test_a_command_with_any_name_can_be_pasted() -> None:
-    names = [
-        "a b",
-        "a  b",
-        "it's",
-        "\x1b[31m",
-        "a\nb",
-        "\u202eab",
-        "\udcff",
-        "\\x41'",
-        "寺\u3000",
-        "$x`",
-    ]
+    names = ["a  b", "it's", "\x1b[31m", "a\nb", "\u202eab", "\udcff", "\\x41'", "寺\u3000", "$x`"]
     words = [quoted(name) for name in names]
     assert all(word.isprintable() for word in words)
     shell = ["bash", "-c", f"printf '%s\\0' {' '.join(words)}"]

@@ -3,11 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -18,6 +15,7 @@ from ddp_mnist.system.files import write_atomically
 from ddp_mnist.training.folder import RunFolder
 from tests.commands import Typed
 from tests.data_sets import POSTSCRIPT, fake_ghostscript, flat, read, write_noise, write_parquet
+from tests.hub import Hub
 from tests.run_checks import rewrite_config
 
 PROGRAM = "PostScript, a program, is not read: save it as PNG"
@@ -70,30 +68,9 @@ def test_other_formats_are_read_and_those_that_others_register(
         assert image.size == (3, 4)
 
 
-class Counter(BaseHTTPRequestHandler):
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        self.send_error(404)
-
-    do_HEAD = do_GET  # noqa: N815
-
-
-CARD = "configs:\n- config_name: default\n  {}\n"
-CARDS = {
-    "README.md": [
-        f"---\n{CARD.format(rest)}---\n"
-        for rest in (
-            "data_files: {}",
-            "data_files: [{{split: train, path: {}}}]",
-            "data_files: 'zip://x.parquet::{}'",
-            'data_files: "http\\x3a//{}"',
-            "data_dir: {}",
-        )
-    ],
-    ".huggingface.yaml": [CARD.format("data_files: {}")],
-}
+CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
+IN_A_CARD = ("data_files: {}", "data_files: [{{split: train, path: {}}}]", "data_dir: {}")
+IN_A_CARD += ("data_files: 'zip://x.parquet::{}'",)
 
 
 def test_a_card_in_a_folder_makes_no_request(
@@ -101,45 +78,33 @@ def test_a_card_in_a_folder_makes_no_request(
 ) -> None:
     for library in ("datasets.config", "huggingface_hub.constants"):
         monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Counter)
-    Thread(target=server.serve_forever, daemon=True).start()
-    cases = [(name, text) for name, texts in CARDS.items() for text in texts]
-    for number, (name, text) in enumerate(cases):
-        folder = write_parquet(tmp_path / str(number))
-        address = f"http://127.0.0.1:{server.server_port}/x.parquet"
-        (folder / name).write_text(text.format(address.removeprefix("http://" * ("x3a" in text))))
-        with pytest.raises(DataError, match=f"{name} names .*{address}, and a folder is read"):
-            read(folder)
-    server.shutdown()
-    server.server_close()
-    assert Counter.asked == []
-
-
-def through_a_link(write: Callable[[Path], object], name: str, folder: Path) -> str:
-    """Return what a file of the user holds after a write in a folder where a link leads to it."""
-    (folder / "mine").write_text("mine")
-    (link := folder / "shared" / name).parent.mkdir(exist_ok=True)
-    link.symlink_to(folder / "mine")
-    write(folder / "shared")
-    return (folder / "mine").read_text()
+    with Hub("some/one", folder := write_parquet(tmp_path)).running() as hub:
+        address = f"{hub.endpoint}/x.parquet"
+        cards = [(".huggingface.yaml", CARD.strip("-\n").format(f"data_files: {address}"))]
+        escaped = f'data_files: "{address.replace(":", chr(92) + "x3a")}"'
+        told = [escaped, *(each.format(address) for each in IN_A_CARD)]
+        for name, text in cards + [("README.md", CARD.format(each)) for each in told]:
+            (folder / name).write_text(text)
+            with pytest.raises(DataError, match=f"{name} names .*{address}, and a folder is read"):
+                read(folder)
+            (folder / name).unlink()
+        assert hub.requests == []
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    name = f".a.html.{os.getpid()}-0.tmp"
-    assert through_a_link(lambda f: write_atomically(f / "a.html", b"x"), name, tmp_path) == "mine"
-    assert (tmp_path / "shared" / "a.html").read_bytes() == b"x"
-    run = RunFolder()
-
-    def log(folder: Path) -> None:
-        run.path = folder
-        for write in (lambda: run.log(1, {}), lambda: run.cut_metrics(0)):
-            with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written"):
-                write()
-
-    assert through_a_link(log, "metrics.jsonl", tmp_path) == "mine"
-    (tmp_path / "mine").unlink()
+    (mine := tmp_path / "mine").write_text("mine")
+    (folder := tmp_path / "shared").mkdir()
+    (folder / f".a.html.{os.getpid()}-0.tmp").symlink_to(mine)
+    write_atomically(folder / "a.html", b"x")
+    (folder / "metrics.jsonl").symlink_to(mine)
+    (run := RunFolder()).path = folder
+    for write in (lambda: run.log(1, {}), lambda: run.cut_metrics(0)):
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written"):
+            write()
+    assert (mine.read_text(), (folder / "a.html").read_text()) == ("mine", "x")
+    mine.unlink()
     with pytest.raises(DdpMnistError, match=r"holds files that no run wrote .*metrics\.jsonl"):
-        RunFolder().create(str(tmp_path / "shared"), "digits")
+        RunFolder().create(str(folder), "digits")
 
 
 SENSELESS: dict[str, Any] = {"val_size": "x", "lr": [1], "loss": "os:abort", "image_size": "a"}
