@@ -69,8 +69,8 @@ def test_other_formats_are_read_and_those_that_others_register(
 
 
 CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
-IN_A_CARD = ("data_files: {}", "data_files: [{{split: train, path: {}}}]", "data_dir: {}")
-IN_A_CARD += ("data_files: 'zip://x.parquet::{}'",)
+IN_A_CARD = ["data_files: {}", "data_files: [{{split: train, path: {}}}]", "data_dir: {}"]
+IN_A_CARD += ["data_files: 'zip://x.parquet::{}'"]
 
 
 def test_a_card_in_a_folder_makes_no_request(
