@@ -21,7 +21,7 @@ from ddp_mnist.data.decode_all import decode_all, rows_of
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError, blame
+from ddp_mnist.errors import TOO_MANY, DataError, StorageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import escaped, joined, reason
@@ -98,6 +98,8 @@ def load(
             if not found:
                 raise OSError(f"{path.name} cannot be read back")
         except OSError as error:
+            if error.errno in TOO_MANY:
+                raise
             why = f"the cache cannot be written ({reason(error)})"
             raise StorageError(f"{path.parent}: {why}; {MOVE}") from error
     return _image_data(found, source, options)
@@ -143,7 +145,9 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         about |= {"name": source.name, "source": f"{source.kind}:{source.place}"}
         return about | arrays | {"files": path / FILES, "warnings": [*source.warnings]}
-    except (OSError, EOFError, KeyError, TypeError, ValueError):
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        if getattr(error, "errno", None) in TOO_MANY:
+            raise
         return None
 
 
