@@ -14,6 +14,8 @@ from pickle import UnpicklingError
 from ddp_mnist.system.text import causes, printable, reason
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no write there can succeed
+TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of this process or of the machine
+MORE_FILES = "raise the limit of open files, e.g. ulimit -n 65536"
 LACKING = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a disk does not have this service
 
 
@@ -128,7 +130,8 @@ def blamed(typed: str, kind: type[DdpMnistError], error: BaseException, fix: str
         why = why if is_told else f"{file}: {why}"
     elif why != name:
         why = f"{name}: {why}"
-    kind = StorageError if exit_code(root) == StorageError.code else kind
+    kind = {StorageError.code: StorageError, UsageError.code: UsageError}.get(exit_code(root), kind)
+    fix = MORE_FILES if getattr(root, "errno", None) in TOO_MANY else fix
     found = kind("; ".join(filter(None, [f"{typed}: {why}", fix])))
     found.blamed = not is_systems
     found.agreed = getattr(error, "agreed", False)
@@ -141,7 +144,8 @@ def exit_code(error: BaseException) -> int:
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return StorageError.code if getattr(error, "errno", None) in FULL else 1
+    number = getattr(error, "errno", None)
+    return StorageError.code if number in FULL else UsageError.code if number in TOO_MANY else 1
 
 
 def one_line(error: DdpMnistError) -> str:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import os
 import struct
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,8 @@ COLOUR = ImageFormat((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, F
 DRAWN = ImageOptions(test_size=4)
 RED = (200, 10, 10)
 
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
 TRAIN, TEST = 12, 5
 PIXELS = np.random.default_rng(0).integers(0, 256, (TRAIN + TEST, 28, 28), dtype=np.uint8)
 LABELS = [row % 4 for row in range(TRAIN + TEST)]
@@ -40,6 +43,14 @@ class Part(NamedTuple):
     images: torch.Tensor
     labels: torch.Tensor
     keys: np.ndarray
+
+
+def fake_ghostscript(folder: Path) -> str:
+    """Return a PATH on which gs writes the file `started`."""
+    (folder / "bin").mkdir()
+    (program := folder / "bin" / "gs").write_text(f"#!/bin/sh\ntouch '{folder}/started'\n")
+    program.chmod(0o755)
+    return f"{folder}/bin:{os.environ['PATH']}"
 
 
 def of(data: ImageData, split: str) -> Part:

@@ -96,6 +96,17 @@ REFUSED = {
     "train --dataset digits --test-size 0.3 --quiet": "--test-size 0.3: --dataset digits already",
     "train --dataset ./none --loss no_module:f --quiet": "--loss no_module:f: ModuleNotFoundError",
     "train --dataset ./none --model no_module:N --quiet": "--model no_module:N: ModuleNotFoundErr",
+    # an address, where this machine's disk is meant
+    "train --run-dir s3://b/x": "--run-dir s3://b/x: is an address; give a path on this machine",
+    "train --resume hf://a/b": "--resume hf://a/b: is an address",
+    "train --weights https://a/b.pth": "--weights https://a/b.pth: is an address",
+    "DDP_MNIST_CACHE=gs://b prepare --dataset digits": "DDP_MNIST_CACHE gs://b: is an address",
+    "prepare --cache-dir file:/tmp": "--cache-dir file:/tmp: is an address",
+    "report r --out s3://b/a.html": "--out s3://b/a.html: is an address",
+    "predict r a.png --show s3://b/a.png": "--show s3://b/a.png: is an address",
+    "verify --save s3://b/a": "--save s3://b/a: is an address",
+    "evaluate s3://b/run": "s3://b/run: is an address",
+    "doctor --run-dir s3://b": "--run-dir s3://b: is an address",
     # no such flag, argument or verb
     "train --bath_size=7": "--bath_size: unknown flag or argument; did you mean --ba",
     "train --no-agument": "--no-agument: unknown flag or argument; did you mean --no",

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from ddp_mnist.errors import DataError, DdpMnistError, StorageError, blame
+from ddp_mnist.errors import MORE_FILES, DataError, DdpMnistError, StorageError, UsageError, blame
 from ddp_mnist.system.deadline import with_deadline
 
 
@@ -14,6 +14,7 @@ from ddp_mnist.system.deadline import with_deadline
         (SystemExit(0), DataError, "photos: SystemExit: 0; name others", True),
         (OSError(errno.EIO, "Bad", "/x"), DataError, "photos: /x: Bad; name others", False),
         (OSError(errno.ENOSPC, "Full"), StorageError, "photos: Full; name others", False),
+        (OSError(errno.EMFILE, "Many"), UsageError, f"photos: Many; {MORE_FILES}", False),
         (StorageError("--run-dir x: no"), StorageError, "--run-dir x: no", False),
     ],
 )

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import operator
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,8 @@ BOUNDS = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
+# Flags that name a file or a folder of this machine
+PLACES = {"run", "run_dir", "resume", "weights", "cache_dir", "out", "show", "save"}
 LARGEST = 10**6  # a number's default upper bound
 NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -175,9 +178,18 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
     elif "\0" in str(value):  # as no shell types it, but Python may
         problem = "holds a NUL, which no name has; check it"
     else:
+        if field.name in PLACES:
+            refuse_address("" if is_argument(field) else flag_name(field), value)
         return
     typed = "" if is_argument(field) else f"{flag_name(field)} "
     raise UsageError(f"{typed}{str(value)[:60] or repr('')}: {problem}")
+
+
+def refuse_address(typed: str, place: str) -> None:
+    """Raise UsageError for s3://bucket and the like, which would become a folder of that name."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", place):  # pathlib makes // to /
+        fix = "give a path on this machine, of a disk that is mounted"
+        raise UsageError(f"{typed} {place}: is an address; {fix}")
 
 
 def add_flags(

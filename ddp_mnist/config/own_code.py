@@ -60,6 +60,9 @@ def import_once(flag: str, name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
+    if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+        # a stranger's run might name os:abort
+        raise UsageError(f"{flag} {name}: is Python's own; name a module of yours")
     with blame(f"{flag} {name}", UsageError, f"correct it, or name another module in {here}"):
         importlib.invalidate_caches()  # the file may be newer than Python's listing of its folder
         module = importlib.import_module(name.partition(":")[0])

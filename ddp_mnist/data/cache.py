@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError, blame
+from ddp_mnist.errors import TOO_MANY, DataError, StorageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
-from ddp_mnist.system.text import joined, reason
+from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 6
@@ -39,6 +40,7 @@ Log = Callable[[str], None] | None
 def cache_folder(cache_dir: str | None) -> Path:
     """Return --cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
     chosen = cache_dir or os.environ.get("DDP_MNIST_CACHE") or "~/.cache/ddp_mnist"
+    refuse_address("--cache-dir" if cache_dir else "DDP_MNIST_CACHE", chosen)
     with blame(chosen, StorageError, MOVE):  # without a home folder, as in some containers
         return Path(chosen).expanduser()
 
@@ -96,9 +98,19 @@ def load(
             if not found:
                 raise OSError(f"{path.name} cannot be read back")
         except OSError as error:
+            if error.errno in TOO_MANY:
+                raise
             why = f"the cache cannot be written ({reason(error)})"
             raise StorageError(f"{path.parent}: {why}; {MOVE}") from error
     return _image_data(found, source, options)
+
+
+def dir_of_run(dataset: str, saved: str | None, options: ImageOptions = AS_THEY_ARE) -> str | None:
+    """Return the --cache-dir that a run has `saved`, if the data set is there; else None.
+
+    The run may be a stranger's, so nothing is written where it says.
+    """
+    return saved if saved and cached(dataset, saved, options) else None
 
 
 def cached(
@@ -133,7 +145,9 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         about |= {"name": source.name, "source": f"{source.kind}:{source.place}"}
         return about | arrays | {"files": path / FILES, "warnings": [*source.warnings]}
-    except (OSError, EOFError, KeyError, TypeError, ValueError):
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        if getattr(error, "errno", None) in TOO_MANY:
+            raise
         return None
 
 
@@ -146,7 +160,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
 
     def tell(what: str) -> None:
         if log:
-            log(f"reading    {source.name}, decoded once into {path.parent}: {what}")
+            log(f"reading    {source.name}, decoded once into {escaped(path.parent)}: {what}")
 
     try:
         fingerprint, listing = source.fingerprint, source.listing(options)

@@ -38,7 +38,13 @@ NO_IMAGE = {  # what often has the name of an image, by how it begins
     LFS: "a pointer of Git LFS: git lfs pull",
     b"<": "a web page or other text: fetch the image again",
 }
-HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read
+NAMES = {"EPS": "PostScript, a program,"}
+# What Pillow itself decodes. Not so: it starts Ghostscript for EPS, opens what is in IPTC as any
+# format, and reads but the header of BUFR, GRIB, HDF5, MPEG and WMF. New ones are not read either.
+DECODED = """
+    AVIF BLP BMP CUR DCX DDS DIB FITS FLI FPX FTEX GBR GIF ICNS ICO IM IMT JPEG JPEG2000 MCIDAS MIC
+    MPO MSP PCD PCX PIXAR PNG PPM PSD QOI SGI SPIDER SUN TGA TIFF WEBP XBM XPM XVTHUMB
+"""
 # Texts and colour profiles of PNG, in bytes: editors write more than Pillow's 1 MB.
 PIL.PngImagePlugin.MAX_TEXT_CHUNK = 2**26
 PIL.PngImagePlugin.MAX_TEXT_MEMORY = 2**27
@@ -53,21 +59,32 @@ def register_heif() -> None:
         register_heif_opener()
 
 
+def formats() -> list[str]:
+    """Return the formats to read: what is DECODED, and what others than Pillow have registered."""
+    register_heif()
+    PIL.Image.preinit()  # the usual formats are tried first
+    PIL.Image.init()
+    known, every = DECODED.split(), PIL.Image.OPEN.items()
+    return [n for n, x in every if n in known or not x[0].__module__.startswith("PIL.")]
+
+
 def image_endings() -> frozenset[str]:
     """Return the suffixes, in lower case, of image files; of HEIC even if it cannot be read."""
-    register_heif()
+    readable = {*formats(), "MPO"}  # JPEG's opener reads it
     endings = PIL.Image.registered_extensions().items()
-    readable = {*PIL.Image.OPEN, "MPO"} - {*HEADER_ONLY}  # JPEG's opener reads MPO
     return frozenset(ending for ending, kind in endings if kind in readable).union(HEIF)
 
 
 def why_unread(name: str, start: bytes) -> str:
-    """Return, in a few words, why Pillow does not know a file, given its name and first bytes."""
+    """Return, in a few words, why a file is not read, given its name and first bytes."""
     for sign, what in NO_IMAGE.items():
         if start.lstrip().startswith(sign):
             return what
     if name.lower().endswith(HEIF) and HEIF[0] not in PIL.Image.EXTENSION:
         return "of a format that needs: pip install pillow-heif"
+    for kind in PIL.Image.OPEN.keys() - {*formats()}:
+        if (is_one := PIL.Image.OPEN[kind][1]) and is_one(start[:16]):
+            return f"{NAMES.get(kind, kind)} is not read: save it as PNG"
     return "of no format that Pillow knows"
 
 
@@ -78,7 +95,6 @@ def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Imag
     The caller filters Pillow's warnings: threads would undo each other's filters.
     Raise DataError for a file of another kind, OSError, or any of Pillow's errors.
     """
-    register_heif()
     if isinstance(file, np.ndarray):
         yield PIL.Image.fromarray(file)
         return
@@ -87,7 +103,7 @@ def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Imag
     # a TIFF that EXIF turns on its side.
     with io.BytesIO(file) if isinstance(file, bytes) else regular(Path(file)).open("rb") as stream:
         try:
-            opened = PIL.Image.open(stream)
+            opened = PIL.Image.open(stream, formats=formats())
         except PIL.UnidentifiedImageError as error:
             stream.seek(0)
             raise DataError(why_unread(name, stream.read(100))) from error

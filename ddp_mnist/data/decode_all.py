@@ -31,6 +31,7 @@ from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
+from ddp_mnist.system.files import write_atomically
 from ddp_mnist.system.text import first_of, printable
 
 Array = np.ndarray
@@ -200,7 +201,8 @@ def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
     named = [name for _, name in sorted(listing.broken.items())]
     shown = printable(", ".join(first_of(named, SHOWN)))
     if len(named) > SHOWN:
-        list_of_broken.write_text("\n".join(named) + "\n", errors="backslashreplace")
+        lines = "".join(f"{name}\n" for name in named)
+        write_atomically(list_of_broken, lines.encode(errors="backslashreplace"))
         shown += f" (all are in {list_of_broken})"
     those = f"{len(named):,} of {len(listing):,} images cannot be read"
     if len(named) <= MOST_BROKEN * len(listing):

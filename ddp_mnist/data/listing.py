@@ -15,7 +15,7 @@ import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image
-from ddp_mnist.errors import DataError
+from ddp_mnist.errors import DataError, blamed
 from ddp_mnist.system.text import count, first_of, joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test")
@@ -104,7 +104,7 @@ class Listing:
             except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
                 may_pass = getattr(error, "errno", None) not in (None, ENOENT, EISDIR, ENOTDIR)
                 if may_pass or isinstance(error, MemoryError):
-                    raise DataError(f"{self.typed}: {name}: {reason(error)}") from error
+                    raise blamed(f"{self.typed}: {name}", DataError, error, "") from error
                 self.broken[number] = f"{name} ({reason(error)})"
 
         every = ((split, *each) for split in self.images for each in enumerate(self.images[split]))

@@ -23,7 +23,7 @@ from ddp_mnist.data.listing import (
 )
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.deadline import with_deadline
-from ddp_mnist.system.files import read_if_whole
+from ddp_mnist.system.files import read_if_whole, regular
 from ddp_mnist.system.text import causes, joined, reason
 
 HUB_TIMEOUT_S = 5.0
@@ -77,8 +77,9 @@ def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
     with quiet_library(offline=True), blame(typed, DataError, FOLDER_FIX):
         if is_saved(folder):
             return list_table(datasets.load_from_disk(folder), typed, options, folder)
-        if pattern := re.search(r"[][*?]", folder):
+        if pattern := re.search(r"[][*?]|::", folder):
             raise DataError(f"{typed}: has {pattern[0]} in its path, a pattern here; rename it")
+        check_card(folder, typed)
         if len(names := datasets.get_dataset_config_names(folder)) > 1:
             fix = "save the one that you want by save_to_disk of `datasets`, and give that folder"
             raise DataError(f"{typed}: has several configurations: {joined(names, 80)}; {fix}")
@@ -111,6 +112,26 @@ def is_saved(folder: str) -> bool:
     is_one = all(Path(folder, name).is_file() for name in ("state.json", "dataset_info.json"))
     several = Path(folder, "dataset_dict.json")
     return is_one or (several.is_file() and "splits" in read_if_whole(several))
+
+
+def check_card(folder: str, typed: str) -> None:
+    """Raise DataError if a folder's card names data at an address.
+
+    The library would make requests there even if it is offline. It knows addresses by `://`, and a
+    chain of them by `::`.
+    """
+    import yaml
+    from datasets import config
+    from huggingface_hub import DatasetCard
+
+    card, plain = Path(folder, config.REPOCARD_FILENAME), Path(folder, config.REPOYAML_FILENAME)
+    named = {card: DatasetCard.load(card).data.to_dict()} if card.is_file() else {}
+    if plain.exists():
+        named[plain] = yaml.safe_load(regular(plain).read_text("utf-8")) or {}
+    for file, about in named.items():
+        if found := re.search("[^ '\"]*(://|::)[^ '\"]*", str(about.get("configs"))):
+            fault = f"{file.name} names {found[0]}, and a folder is read without a network"
+            raise DataError(f"{typed}: {fault}; fetch that, and take it out of the file")
 
 
 def read_tables(folder: str, scratch: str) -> tuple[Any, list[str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from ddp_mnist.errors import StorageError
-from ddp_mnist.system.text import printable, reason
+from ddp_mnist.system.text import escaped, printable, reason
 
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
@@ -36,15 +36,16 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._bar.close()
             self._bar = None
 
-    def print(self, line: str) -> None:
-        """Print a line.
+    def print(self, line: str, coloured: bool = False) -> None:
+        """Print a line, or several. What would control a terminal is escaped, unless `coloured`.
 
         Raise StorageError, but not if the reader has closed the pipe (`| head -1`).
         """
         if self.verbose:
             self._last = time.monotonic()
             write = print if self._bar is None else self._bar.write
-            self.verbose = write_stdout(lambda: write(line), self.must_arrive)
+            shown = line if line.isprintable() or coloured else escaped(line, "\n")
+            self.verbose = write_stdout(lambda: write(shown), self.must_arrive)
 
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line: as a bar on a terminal.
@@ -89,7 +90,7 @@ def coloured(status: str, text: str = "") -> str:
 def tell(line: str) -> None:
     """Print a line on stderr. If that fails too, only the exit code is left."""
     try:
-        print(line, file=sys.stderr)
+        print(escaped(line, "\n"), file=sys.stderr)
         sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)

@@ -13,7 +13,7 @@ from typing import Any
 from ddp_mnist import errors
 from ddp_mnist.errors import StorageError, UsageError, blame
 from ddp_mnist.system.console import warn_once
-from ddp_mnist.system.text import as_json, reason
+from ddp_mnist.system.text import as_json, finite, reason
 
 CHANGED = "was changed or damaged since it was written: its SHA-256 does not match"
 SEAL = "sha256"  # the key of an object's own digest
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
     raw, content, why = regular(path).read_bytes(), None, "is damaged, or not a JSON object"
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(raw)
-    if isinstance(content, dict):
+    if isinstance(content, dict) and finite(content) == content:
         why = CHANGED
         if content.pop(SEAL, None) in (None, digest_of(content)):  # older files have none
             return content
@@ -65,11 +65,17 @@ def read_if_whole(path: Path) -> dict[str, Any]:
     return {}
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file for `open`, but not through a link, which another user may have put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old content or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-0.tmp")  # as LEFTOVER finds it
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # never through a link, as `no_link`
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -91,14 +97,18 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError; `flag` names the option for the place."""
+    """Turn an OSError of the block into a StorageError; `flag` names the option for the place.
+
+    Too many open files are a UsageError.
+    """
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{error.filename2 or error.filename or path}: cannot be written ({reason(error)});"
-            f" free space or fix permissions, or use another {flag}"
-        ) from error
+        fault = f"{error.filename2 or error.filename or path}: cannot be written ({reason(error)})"
+        if error.errno in errors.TOO_MANY:
+            raise UsageError(f"{fault}; {errors.MORE_FILES}") from error
+        fix = f"free space or fix permissions, or use another {flag}"
+        raise StorageError(f"{fault}; {fix}") from error
 
 
 def try_to_write(folder: Path) -> None:

@@ -16,6 +16,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in words)
 
 
+def escaped(text: object, but: str = "") -> str:
+    """Return the text with what is not printable as Python writes it, e.g. \\x1b, except `but`."""
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in str(text))
+
+
 def shown_name(name: str) -> str:
     """Return a class's name as it is printed: in quotes if it would not be seen whole."""
     return name if name and printable(name) == name else repr(name)
@@ -23,7 +28,12 @@ def shown_name(name: str) -> str:
 
 def quoted(path: object) -> str:
     """Return a path or a name as a shell takes it, for a command that is printed."""
-    return shlex.quote(str(path))
+    text = str(path)
+    if printable(text) == text:
+        return shlex.quote(text)
+    # bash, zsh and ksh take any byte so; no file's name has other surrogates
+    raw = re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", text).encode(errors="surrogateescape")
+    return "$'" + re.sub(rb"[^!-&(-\[\]-~]", lambda m: b"\\x%02x" % ord(m[0]), raw).decode() + "'"
 
 
 def joined(names: Iterable[str], columns: int) -> str:
@@ -44,7 +54,7 @@ def count(number: int, noun: str) -> str:
 
 def named_lines(lines: dict[str, str]) -> str:
     """Return a line for each name that has a text, as the plan of a run has them."""
-    return "\n".join(f"{name:<10} {text}" for name, text in lines.items() if text)
+    return "\n".join(f"{name:<10} {escaped(text)}" for name, text in lines.items() if text)
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:

@@ -19,6 +19,9 @@ import numpy as np
 from filelock import FileLock
 
 from ddp_mnist import errors
+from ddp_mnist.config.flag_fields import flag_values
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.errors import CheckpointError, StorageError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import warn
@@ -33,6 +36,8 @@ TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library'
 FOLDER_KEY = "run folder"  # the broadcast of its path
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
+# What other commands read of config.json, besides flags; earlier versions did not write all
+OF_A_RUN = {"digest": str, "test_share": float | int, "left_out": list, "own_code": dict}
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
@@ -87,7 +92,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
-        others = ", ".join(name for name in names if (path / name).exists())
+        there = {each.name for each in path.iterdir()}  # a link to nothing too
+        others = ", ".join(name for name in names if name in there)
         if (path / STATUS).exists():  # a run writes it first: without it, no run is here
             last = files.read_if_whole(path / STATUS)
             lost = last.get("state") == "preempted"  # which saved: is its disk not there?
@@ -205,7 +211,7 @@ class RunFolder:
             path = self.path / METRICS
             self.check_ours()
             line = (json.dumps(finite({"step": step, **metrics})) + "\n").encode()
-            with files.storage_errors(path), open(path, "ab") as file:
+            with files.storage_errors(path), open(path, "ab", opener=files.no_link) as file:
                 file.write(line)
             self.metrics_sha256.update(line)
         if self.log_to_trackers:
@@ -226,8 +232,11 @@ class RunFolder:
         """
         self.metrics_lines, self.metrics_sha256 = 0, hashlib.sha256()
         if self.path and (path := self.path / METRICS).exists():
-            with files.storage_errors(path):
-                lines = path.read_bytes().splitlines(keepends=True)[:count]
+            with (
+                files.storage_errors(path),
+                open(files.regular(path), "r+b", opener=files.no_link) as file,
+            ):
+                lines = file.read().splitlines(keepends=True)[:count]
                 # A crash of the machine may have truncated the last one.
                 kept = b"".join(line for line in lines if line.endswith(b"\n"))
                 self.metrics_lines = kept.count(b"\n")
@@ -236,7 +245,7 @@ class RunFolder:
                 if are_whole and self.metrics_sha256.hexdigest() != sha256:
                     fix = "put it back, or move it away, to continue without its lines"
                     raise CheckpointError(f"{path}: {files.CHANGED}; {fix}")
-                os.truncate(path, len(kept))
+                file.truncate(len(kept))
         lost = count - self.metrics_lines
         return [f"{self.path}/{METRICS}: lacks {lost} lines of earlier steps"] if lost else []
 
@@ -280,12 +289,22 @@ def resolve_link(path: Path) -> Path:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Return config.json.
+    """Return config.json, with flags as if they were typed.
 
     Raise CheckpointError if it is missing or damaged, and as `check_one_run` does.
     """
     with blame(f"{run}/{CONFIG}", CheckpointError):
         config = files.read_json(run / CONFIG)
+        for group, kind in (("run", RunFlags), ("recipe", Recipe)):
+            saved = config[group]
+            try:
+                made = flag_values(kind.from_flags(saved))
+            except UsageError as error:  # which nobody typed now
+                raise CheckpointError(f"{run}/{CONFIG}: {error}") from error
+            config[group] = saved | {name: made[name] for name in saved.keys() & made.keys()}
+        for name, kinds in OF_A_RUN.items():
+            if not isinstance(config.get(name), kinds | None):
+                raise ValueError(f"{name} makes no sense")
     check_one_run(run)
     return config
 
@@ -297,7 +316,7 @@ def check_one_run(run: Path) -> None:
     """
     found = {name: files.read_if_whole(run / name) for name in (CONFIG, SUMMARY, STATUS)}
     config, summary, status = found.values()
-    runs = {each["run_id"] for each in found.values() if "run_id" in each}
+    runs = {str(each["run_id"]) for each in found.values() if "run_id" in each}
     is_of_one_part = True
     if summary and status.get("state") == "finished":
         is_of_one_part = summary.get("steps") == status.get("step")
@@ -323,4 +342,5 @@ def trained_on(run: str | Path) -> np.ndarray:
     if hashlib.sha256(raw).hexdigest() != expected:
         fix = "put it back, or remove it: what the run was trained on is then unknown"
         raise CheckpointError(f"{file}: {files.CHANGED}; {fix}")
-    return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))
+    with blame(str(file), CheckpointError):
+        return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)

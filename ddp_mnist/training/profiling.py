@@ -31,6 +31,7 @@ def profiled(run: TrainingRun, folder: str) -> contextlib.AbstractContextManager
     def write(trace: Any) -> None:
         with storage_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # it would be written through a link
             trace.export_chrome_trace(str(file))
             file.stat()  # if it could not be written, the profiler is silent
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.console import coloured
+from ddp_mnist.system.text import escaped
 from ddp_mnist.training.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
@@ -34,8 +35,8 @@ class CheckResult(NamedTuple):
 
     def __str__(self) -> str:
         """Return the line, its status in colour; the fix begins another line."""
-        fix = f"\n{INDENT}-> {self.fix}" if self.fix else ""
-        return f"{coloured(self.status)}  {self.name:<14} {self.text}{fix}"
+        fix = f"\n{INDENT}-> {escaped(self.fix)}" if self.fix else ""
+        return f"{coloured(self.status)}  {self.name:<14} {escaped(self.text)}{fix}"
 
 
 passed, warned, failed = (partial(CheckResult, status) for status in (PASS, WARN, FAIL))

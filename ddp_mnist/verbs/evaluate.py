@@ -62,7 +62,9 @@ def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] 
         extra_scores = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
-            own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
+            own_code.check_unchanged(
+                "--loss", loss, config["own_code"].get(f"--loss {loss}", ""), run
+            )
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
@@ -124,8 +126,9 @@ def _load(
 
     Raise DataError if the run's own data set has changed since.
     """
-    name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
-    options, test_share = options_of(config), config["test_size"]
+    name, options, test_share = config["dataset"], options_of(config), config["test_size"]
+    of_run = None if flags.dataset else cache.dir_of_run(name, config["cache_dir"], options)
+    cache_dir = flags.cache_dir or of_run
     load = partial(cache.load, cache_dir=cache_dir, check=store.is_first_here)
     if not flags.dataset:
         check_still_there(name, flags.run)

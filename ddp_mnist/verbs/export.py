@@ -23,7 +23,7 @@ from torch import Tensor
 from ddp_mnist.errors import CheckFailed, StorageError, UsageError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console
-from ddp_mnist.system.text import quoted
+from ddp_mnist.system.text import escaped, quoted
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.flags import EXPORTS, Export
@@ -62,7 +62,7 @@ def run(flags: Export) -> None:
         close = f"within {found:.0e} of the model's"
         console.print(f"{file}: outputs for {CHECKED_IMAGES} images {close}")
     write_folder(out, contents, trained, flags, console)
-    console.print(f"written to {out}")
+    console.print(f"written to {escaped(out)}")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(flags.run).resolve().name).strip("-.")
     console.print(f"to the Hub: hf upload YOUR_NAME/{name or 'model'} {quoted(out)}")
 

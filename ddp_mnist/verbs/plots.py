@@ -36,7 +36,7 @@ def title(key: str) -> str:
 
 def draw(key: str, lines: Sequence[dict[str, Any]]) -> Figure | None:
     """Return a figure of one curve of lines of metrics.jsonl; None if it has no two points."""
-    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    points = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
     if len(points) < 2:
         return None
     with matplotlib.rc_context(STYLE):

@@ -9,6 +9,7 @@ file that is not 28x28 is taken for a photo of a digit, see digit_photos.py.
 """
 
 import dataclasses
+import io
 import sys
 import textwrap
 import warnings
@@ -26,8 +27,8 @@ from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
-from ddp_mnist.system.files import check_place, storage_errors
-from ddp_mnist.system.text import as_json, printable, reason, shown_name
+from ddp_mnist.system.files import check_place, storage_errors, write_atomically
+from ddp_mnist.system.text import as_json, escaped, printable, reason, shown_name
 from ddp_mnist.training import model_file
 from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.verbs.digit_photos import as_mnist
@@ -54,7 +55,7 @@ def run(flags: Predict) -> None:
         if not (console.verbose or flags.show):
             return  # the reader has closed the pipe
     if as_table and flags.show:
-        console.print(f"written to {flags.show}")
+        console.print(f"written to {escaped(flags.show)}")
 
 
 def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterator[str]:
@@ -214,4 +215,5 @@ def draw(titled_images: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
         axis.axis("off")
     # matplotlib warns of each letter that no font has
     with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(written := io.BytesIO(), dpi=DPI)
+        write_atomically(path, written.getvalue())

@@ -3,6 +3,7 @@
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.system.console import Console
+from ddp_mnist.system.text import escaped
 from ddp_mnist.verbs.flags import Prepare
 
 
@@ -20,5 +21,5 @@ def run(flags: Prepare) -> None:
     train, test = len(images.rows["train"]), len(images.rows["test"])
     targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
     counts, folder = f"{train:,} train and {test:,} test", cache.cache_folder(flags.cache_dir)
-    console.print(f"{images.name}: {counts} images of {targets} in {folder}")
+    console.print(f"{images.name}: {counts} images of {targets} in {escaped(folder)}")
     console.print(f"digest {images.digest}")

@@ -13,9 +13,9 @@ from ddp_mnist.training.scores import number_text
 MARKS = r"[\\`*\[\]<|~$]|&(?=[#\w]+;)|(?<![^\W_])[_#]|[_#](?![^\W_])"
 
 
-def markdown(text: str) -> str:
-    """Return a name as Markdown and its HTML show it literally within a line."""
-    return re.sub(MARKS, r"\\\g<0>", printable(text))
+def markdown(text: object) -> str:
+    """Return a name or a number as Markdown and its HTML show it literally within a line."""
+    return re.sub(MARKS, r"\\\g<0>", printable(str(text)))
 
 
 TEMPLATES = Path(__file__).parent / "templates"

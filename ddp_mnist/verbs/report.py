@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import PIL.Image
@@ -32,7 +33,7 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
-from ddp_mnist.system.text import printable
+from ddp_mnist.system.text import escaped, finite, printable
 from ddp_mnist.task import options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
@@ -76,16 +77,19 @@ def run(flags: Report) -> None:
     changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
-    figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
-    curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
+    # matplotlib warns of each letter that no font has
+    with blame(f"{run.path}/{folder.METRICS}", CheckpointError), catch_warnings(action="ignore"):
+        figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
+        curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     page = Path(flags.out or run.path / "report.html")
     with files.storage_errors(page, "--out"):
         files.write_atomically(page, render_page(run, curves).encode())
-        console.print(f"written to {page}")
+        console.print(f"written to {escaped(page)}")
         for key, figure in figures.items() if flags.png else ():
             picture = page.with_name(f"{page.stem}-{key}.png")
-            figure.savefig(picture, dpi=200)
-            console.print(f"written to {picture}")
+            figure.savefig(written := io.BytesIO(), dpi=200)
+            files.write_atomically(picture, written.getvalue())
+            console.print(f"written to {escaped(picture)}")
     if changed:
         why, fix = changed
         raise DataError(f"{run.name}: {why}, so the page shows no mistakes of it; {fix}")
@@ -107,7 +111,7 @@ def read_run(path: Path) -> ReportedRun:
         if status.get("state") == "finished" and not is_as_written:
             raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
         # the last line of a run that was killed may be incomplete
-        lines = [{**json.loads(line)} for line in raw.decode().split("\n")[:-1]]
+        lines = [{**finite(json.loads(line))} for line in raw.decode().split("\n")[:-1]]
     with blame(str(path), CheckpointError):
         if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
@@ -123,13 +127,14 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
     Return why the images are not those of the run, and what to do; None if they are.
     """
     saved = run.config["run"]
-    dataset, cache_dir = flags.dataset or saved["dataset"], flags.cache_dir or saved["cache_dir"]
+    dataset = flags.dataset or saved["dataset"]
     try:
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
         options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
         if not flags.dataset:
             check_still_there(dataset, run.name)
+        cache_dir = flags.cache_dir or cache.dir_of_run(dataset, saved["cache_dir"], options)
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         if source.kind == "hub" and not cache.cached(dataset, cache_dir, options):

@@ -17,7 +17,7 @@ import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.system.console import Console
+from ddp_mnist.system.console import Console, tell
 from ddp_mnist.system.files import read_json
 from ddp_mnist.system.text import as_json
 from tests.chaos import SECONDS
@@ -47,13 +47,13 @@ def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
 
 
 ON_A_TERMINAL = """
-from ddp_mnist.system.console import Console
+from ddp_mnist.system.console import Console, tell
 from ddp_mnist.verbs.check_result import warned
 with Console(True) as console:
     console.print("begins")
     console.progress(0.25, "step 1/4")
     console.progress(0.5, "step 2/4")
-    console.print(str(warned("data", "is slow", "wait")))
+    console.print(str(warned("data", "is slow", "wait")), coloured=True)
     console.progress(0.75, "step 3/4")
 print("after it")
 """
@@ -228,3 +228,9 @@ def test_a_line_is_out_at_once_and_letters_of_any_script_are_readable_in_json(
         Console(True).print(as_json(content))
         assert written.getvalue().decode(encoding) == f"{expected}\n"
         assert json.loads(expected) == content
+
+
+def test_nothing_that_is_printed_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(True).print("a\x1b[2J\nb\u202e\u2028寺")
+    tell("a\x07\nb")
+    assert capsys.readouterr() == ("a\\x1b[2J\nb\\u202e\\u2028寺\n", "a\\x07\nb\n")

@@ -1,8 +1,10 @@
 import errno
+import os
+import subprocess
 
 import pytest
 
-from ddp_mnist.system.text import causes, reason
+from ddp_mnist.system.text import causes, quoted, reason
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,12 @@ def test_the_root_cause_is_what_the_system_said() -> None:
     assert [*causes(alone)] == [alone]
     alone.__context__, alone.__cause__ = bottom, None  # raised `from None`
     assert [*causes(alone)] == [alone]
+
+
+def test_a_command_with_any_name_can_be_pasted() -> None:
+    names = ["a  b", "it's", "\x1b[31m", "a\nb", "\u202eab", "\udcff", "\\x41'", "寺\u3000", "$x`"]
+    words = [quoted(name) for name in names]
+    assert all(word.isprintable() for word in words)
+    shell = ["bash", "-c", f"printf '%s\\0' {' '.join(words)}"]
+    printed = subprocess.run(shell, capture_output=True).stdout
+    assert printed.split(b"\0")[:-1] == [os.fsencode(name) for name in names]

@@ -1,12 +1,16 @@
 """Each form gives the model's logits, the ONNX file where this package is not installed too."""
 
+import io
 import json
+import os
 import re
+import socket
+import struct
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 import PIL.ImageOps
@@ -24,6 +28,7 @@ from ddp_mnist.training import model_file
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from tests.commands import Typed, fences_of, python, write_given
+from tests.data_sets import POSTSCRIPT, fake_ghostscript
 from tests.run_checks import untrained
 
 COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
@@ -84,23 +89,46 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
     assert len({*words}) > 1
 
 
+def bad_requests() -> dict[str, bytes]:
+    """Return what the service refuses: the content by its headers."""
+    PIL.Image.new("1", (8000, 8000)).save(bomb := io.BytesIO(), "PNG")
+    sent = {"Content-Length: -1": b"", "X: no length": b"", "Content-Length: 99999999999": b""}
+    sent |= {"Content-Length: x": b"", "Transfer-Encoding: chunked": b"1\r\nx\r\n0\r\n\r\n"}
+    sent |= {"Content-Length: 99": b"and no more"}
+    whole = (b"no image", POSTSCRIPT, bomb.getvalue())
+    return sent | {f"Content-Length: {len(each)}": each for each in whole}
+
+
 def test_the_pages_service_answers_as_predict_does(
     exported: Path, tmp_path: Path, typed: Typed
 ) -> None:
     [fence] = [f for f in fences_of(PAGE) if f.body.startswith("# service.py")]
     port, photo = free_port(), tmp_path / "0.png"
-    (tmp_path / "service.py").write_text(fence.body.replace("8000", str(port)))
+    body = fence.body.replace("8000", str(port)).replace("timeout = 10", "timeout = 1")
+    (tmp_path / "service.py").write_text(body)
     (tmp_path / "runs").symlink_to(exported.parent)
     PIL.Image.linear_gradient("L").resize((90, 70)).convert("RGB").save(photo)
     [answer] = map(json.loads, typed("predict", exported, photo).out.splitlines())
-    with subprocess.Popen([sys.executable, "-u", "service.py"], cwd=tmp_path, stdout=-1) as service:
+    words, path = [sys.executable, "-u", "service.py"], fake_ghostscript(tmp_path)
+    streams: dict[str, Any] = {"stdout": -1, "stderr": -1, "env": os.environ | {"PATH": path}}
+    with subprocess.Popen(words, cwd=tmp_path, **streams) as service:
         assert service.stdout and b"listening" in service.stdout.readline()
         where = f"http://127.0.0.1:{port}"
         with urllib.request.urlopen(where, photo.read_bytes()) as reply:
             found = json.loads(reply.read())
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            urllib.request.urlopen(where, b"no image")
+        for head, sent in bad_requests().items():
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(f"POST / HTTP/1.0\r\n{head}\r\n\r\n".encode() + sent)
+                assert client.recv(1000).startswith(b"HTTP/1.0 400 "), head
+        with socket.create_connection(("127.0.0.1", port)) as client:  # it leaves
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw = photo.read_bytes()
+            client.sendall(f"POST / HTTP/1.0\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        with urllib.request.urlopen(where, photo.read_bytes()) as reply:
+            assert json.loads(reply.read()) == found
         service.terminate()
+        assert service.stderr and b"Traceback" not in service.stderr.read()
+    assert not (tmp_path / "started").exists()
     assert found["probability"] == pytest.approx(answer["probability"], abs=1e-4)
     assert found["label"] == (answer["label"] if answer["probability"] >= 0.8 else "not sure")
 

@@ -203,7 +203,8 @@ def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
     config = json.dumps(read_json(run / "config.json"))
     rewrite_config(run, config.replace('"digits"', '"<script>alert(1)</script>"'))
     [path] = write(run)
-    text = path.read_text()
+    assert str(path) == rf"{tmp_path}/<b>c\udce9/report.html"  # as it is printed
+    text = (run / "report.html").read_text()
     assert "<script>" not in text
     assert "<b>c" not in text
     assert "<title>&lt;b&gt;c? " in text

@@ -52,7 +52,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if is_rank0:
         head = {"verdict": worst(results), "processes": processes}
         Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
-    console.print(f"verdict: {coloured(worst(results))}")
+    console.print(f"verdict: {coloured(worst(results))}", coloured=True)
     if wrong := check_result.failure_summary("doctor", results):
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
 
@@ -61,7 +61,7 @@ def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterato
     """Yield the results, each printed at once; show the lines between them only for a while."""
     for each in checks:
         if isinstance(each, CheckResult):
-            console.print(str(each))
+            console.print(str(each), coloured=True)
             yield each
         else:
             console.draw(0, each)

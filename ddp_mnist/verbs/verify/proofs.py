@@ -33,7 +33,7 @@ from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
 from ddp_mnist.system.console import Console, coloured
 from ddp_mnist.system.files import check_place, storage_errors, to_json, write_atomically
-from ddp_mnist.system.text import count
+from ddp_mnist.system.text import count, escaped
 from ddp_mnist.task import find_loss, options_of
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import check_result
@@ -80,7 +80,7 @@ def run(flags: Verify) -> None:
     for line in verify(sizes, config, flags.gpu):
         if isinstance(line, CheckResult):
             checks.append(line)
-        console.print(str(line))
+        console.print(str(line), coloured=True)
     head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
     trained = {name: getattr(config.recipe, name) for name in ("model", "loss", "task")}
     head |= {"dataset": flags.dataset, **trained}
@@ -89,7 +89,7 @@ def run(flags: Verify) -> None:
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
     passed = coloured(PASS, f"all {len(checks)} checks passed")
-    console.print(f"{passed}; written to {save}")
+    console.print(f"{passed}; written to {escaped(save)}", coloured=True)
 
 
 def config_of(flags: Verify) -> TrainConfig:
