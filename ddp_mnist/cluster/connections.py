@@ -6,6 +6,7 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 # Firewalls of clouds forget a connection that is silent for some minutes; the system's own probes
 # would begin after two hours. So many of them may stay unanswered: who is lost, others decide.
@@ -15,7 +16,7 @@ Connection = tuple[int, int]  # its descriptor and inode, as descriptors are use
 
 def _connected() -> Iterator[tuple[Connection, socket.socket]]:
     """Yield each TCP connection, with a duplicate that is closed after its turn."""
-    for number in map(int, os.listdir("/dev/fd")):
+    for number in (int(each.name) for each in Path("/dev/fd").iterdir()):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             found = os.fstat(number)
             if stat.S_ISSOCK(found.st_mode):
