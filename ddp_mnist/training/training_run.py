@@ -96,7 +96,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     sharers = 1 if sync_bn else world.store.world_size
     at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
-    trial.check(net := make(), run.model, run.task.outputs, image_format.shape, at_once)
+    trial.check(net := trial.made(make), run.model, run.task.outputs, image_format.shape, at_once)
     if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         flag = "--sync-bn" if sync_bn else "--inject batchnorm"
         raise UsageError(
