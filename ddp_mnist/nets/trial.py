@@ -29,7 +29,7 @@ DEFAULT_GENERATOR = "a default generator (torch, NumPy, random)"
 def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each step needs a gradient of each parameter.
 
-    That holds for one process too, as its run may go on with several. A user's net may leave out a
+    That holds for one process too, as its run may be resumed with several. A user's net may leave out a
     layer by chance or for some images, so it does many steps, the same ones each time. `at_once` is
     how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
 
