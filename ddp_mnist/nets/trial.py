@@ -1,6 +1,7 @@
 """Try a net and a task, forward and backward, before a run begins; a failure is one line."""
 
 import contextlib
+import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_mnist.core.nets import Shape
-from ddp_mnist.core.seeding import seed_forward, seed_generators
+from ddp_mnist.core.optim import orthogonal
+from ddp_mnist.core.recipe import Recipe
+from ddp_mnist.core.seeding import generator, seed_forward, seed_generators
 from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import UsageError, blame
@@ -141,6 +144,27 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+# --- What ranks would compute otherwise
+
+
+@torch.no_grad()
+def digest_of_step(net: nn.Module, recipe: Recipe, device: torch.device) -> str:
+    """Return a digest of what a step makes of the same gradients, to the last bit.
+
+    Ranks share averaged gradients, not weights: if one clips them, orthogonalises them or adds them
+    with other instructions or another number of threads, its weights drift from the others'.
+    """
+    digest, shared = hashlib.sha256(), generator("trial")
+    for parameter in net.parameters():
+        gradient = torch.rand(parameter.shape, generator=shared).to(device)
+        if recipe.max_grad_norm:
+            gradient = gradient / gradient.norm()
+        if recipe.optimizer == "muon" and gradient.ndim == 4:
+            gradient = orthogonal(gradient.flatten(1))
+        digest.update((gradient.lerp(gradient.square(), 0.1)).cpu().numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 # --- What a checkpoint would lose

@@ -14,6 +14,7 @@ RUN_FORMAT = 13
 # Flags that may differ between ranks. A machine may have its folders elsewhere: what is in them is
 # compared.
 OF_A_RANK = {"dataset", "run_dir", "resume", "cache_dir", "quiet"}
+LAST_BITS = "the last bits of a step (by processor, ATEN_CPU_CAPABILITY, OMP_NUM_THREADS)"
 OF_A_RANK |= {"init_method", "rank", "world_size", "local_rank"}
 
 
@@ -84,7 +85,8 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         "the data's digest": images.digest,
         "the images that --weights has seen": str(sum(images.left_out)),
     }
-    return of_images | flags | own_code | runtime_facts(run.world)
+    last_bits = {LAST_BITS: run.step_digest}  # last, as most of what differs above changes it
+    return of_images | flags | own_code | runtime_facts(run.world) | last_bits
 
 
 def runtime_facts(world: World) -> dict[str, Any]:
