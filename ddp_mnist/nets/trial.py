@@ -19,8 +19,8 @@ from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import is_known
 
-# Steps of a user's net. A layer that is left out in 3 of 10 is left out in one of these, but for one
-# net in 5,000; in 1 of 10, but for one in 12.
+# Steps of a user's net. A layer that is left out in 3 of 10 steps is left out in some of these but
+# for one net in 5,000; in 1 of 10, but for one net in 12.
 STEPS = 24
 # What gloo sends between ranks, complex numbers as pairs. NCCL sends no others.
 SENT = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16}
@@ -30,12 +30,11 @@ DEFAULT_GENERATOR = "a default generator (torch, NumPy, random)"
 
 
 def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int = 2) -> None:
-    """Raise UsageError if the net fails, or DDP would: each step needs a gradient of each parameter.
+    """Raise UsageError if the net fails, or DDP would, which needs all gradients in each step.
 
-    That holds for one process too, as its run may be resumed with several. A user's net may leave out a
-    layer by chance or for some images, so it does many steps, the same ones each time. `at_once` is
-    how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
-
+    That holds for one process too, as its run may be resumed with several. A user's net may leave
+    out a layer by chance or for some images, so it does many steps, the same ones each time.
+    `at_once` is how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
     The trial changes weights and BatchNorm's statistics: pass a net that will be discarded.
     """
     if lacks_parameters(model.net):

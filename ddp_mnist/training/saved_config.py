@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
 from ddp_mnist.data.image_data import ImageData
@@ -30,6 +32,8 @@ def saved_config(
         "backend": world.backend,
         "mixed_precision": world.precision,
         "compile": bool(world.compile_options),
+        "has_bf16": world.has_bf16,
+        "launcher_precision": world.launcher_precision,
     }
     return {
         "format": RUN_FORMAT,
@@ -47,7 +51,8 @@ def saved_config(
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
-            "threads": world.threads,
+            "threads": torch.get_num_threads(),
+            "CPU instructions": torch.backends.cpu.get_cpu_capability(),
             **runtime_facts(world),
         },
     }

@@ -89,7 +89,7 @@ NOT_COMPUTED = {  # what `forward` returns
 NOT_TRAINED = {  # what `__init__` adds
     "self.fc2 = nn.Linear(3, 3)": ": fc2.weight has no part in the outputs; use it",
     "self.more = [nn.Linear(3, classes)]": ": lacks parameters; put lists of layers in",
-    "self.register_buffer('seen', torch.ones(4).short())": ": seen is torch.int16, which DDP cannot",
+    "self.register_buffer('seen', torch.ones(4).short())": ": seen is torch.int16, which",
 }
 
 
