@@ -44,7 +44,8 @@ def choose_device(
     """Decide from the flags, which beat the launcher's YAML, and from what this machine has.
 
     `earlier` is what the run that is resumed had, see `kept_precision`. With `full_precision` it
-    computes in the dtype of the weights and compiles nothing, whatever flags and launcher say. Raise UsageError for what does not exist here or does not fit together.
+    computes in the dtype of the weights and compiles nothing, whatever flags and launcher say.
+    Raise UsageError for what does not exist here or does not fit together.
     """
     with blame("ACCELERATE_USE_CPU", UsageError):
         wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu
