@@ -126,7 +126,7 @@ def in_effect(config: DeviceConfig, accelerator: Accelerator) -> DeviceConfig:
 
 
 def compiler_switched_off() -> str | None:
-    """Return what keeps torch.compile from compiling, if anything does."""
+    """Return the switch that keeps torch.compile from compiling, if one does."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             return f"{name}=1"

@@ -149,7 +149,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def digest_of_step(net: nn.Module, recipe: Recipe, device: torch.device) -> str:
+def digest_of_step(net: nn.Module, recipe: Recipe) -> str:
     """Return a digest of what a step makes of the same gradients, to the last bit.
 
     Ranks share averaged gradients, not weights: if one clips them, orthogonalises them or adds them
@@ -157,12 +157,12 @@ def digest_of_step(net: nn.Module, recipe: Recipe, device: torch.device) -> str:
     """
     digest, shared = hashlib.sha256(), generator("trial")
     for parameter in net.parameters():
-        gradient = torch.rand(parameter.shape, generator=shared).to(device)
+        gradient = torch.rand(parameter.shape, generator=shared)
         if recipe.max_grad_norm:
             gradient = gradient / gradient.norm()
         if recipe.optimizer == "muon" and gradient.ndim == 4:
             gradient = orthogonal(gradient.flatten(1))
-        digest.update((gradient.lerp(gradient.square(), 0.1)).cpu().numpy().tobytes())
+        digest.update(gradient.lerp(gradient.square(), 0.1).numpy().tobytes())
     return digest.hexdigest()[:8]
 
 

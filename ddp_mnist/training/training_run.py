@@ -31,7 +31,7 @@ class TrainingRun:
     found: NamedObjects
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
-    step_digest: str = ""  # of what this rank's processor makes of a step; "" for a single process
+    step_digest: str = ""  # of what this rank's CPU makes of a step; "" for one process, and on GPUs
 
     @property
     def model(self) -> str:
@@ -110,9 +110,8 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         train = subset(run.images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(run.task, named, targets.to(world.accelerator.device))
-    if world.store.world_size > 1:
-        digest = trial.digest_of_step(net, run.recipe, world.accelerator.device)
-        run = replace(run, step_digest=digest)
+    if world.store.world_size > 1 and world.device == "cpu":
+        run = replace(run, step_digest=trial.digest_of_step(net, run.recipe))
     if is_known(run.model):
         return run
     lost = trial.check_state(make, run.model, image_format.shape)
