@@ -15,6 +15,8 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.affinity import cores
 
+SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with 1, torch.compile does nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
@@ -43,8 +45,9 @@ def choose_device(
 ) -> DeviceConfig:
     """Decide from the flags, which beat the launcher's YAML, and from what this machine has.
 
-    `earlier` is what the run that is resumed had, see `kept_precision`. With `full_precision` it
-    computes in the dtype of the weights and compiles nothing, whatever flags and launcher say.
+    `earlier` is "distribution" of the config.json of the run that is resumed: it keeps its
+    precision unless another is asked for, which auto does not. With `full_precision` it computes in
+    the dtype of the weights and compiles nothing, whatever flags and launcher say.
     Raise UsageError for what does not exist here or does not fit together.
     """
     with blame("ACCELERATE_USE_CPU", UsageError):
@@ -57,11 +60,15 @@ def choose_device(
         backend = "gloo" if on_cpu else "nccl"
 
     has_bf16 = has_native_bf16("cpu" if on_cpu else "cuda")
-    by_launcher = os.environ.get(PRECISION)
-    kept = earlier and kept_precision(flags.mixed_precision, by_launcher or "no", earlier)
-    had_bf16 = earlier and earlier.get("has_bf16", True)  # else it was, and will be, emulated
+    asked, by_launcher = flags.mixed_precision, os.environ.get(PRECISION)
+    before, kept = earlier or {}, None
+    # accelerate launch always names a precision: that counts once it is another than at the start.
+    same_launcher = (by_launcher or "no") == before.get("launcher_precision", "no")
+    if asked == "auto" or (not asked and same_launcher):
+        kept = before.get("mixed_precision")
+    had_bf16 = before.get("has_bf16", True)  # else it was, and will be, emulated
     is_lost = (kept == "fp16" and on_cpu) or (kept == "bf16" and had_bf16 and not has_bf16)
-    precision = "auto" if is_lost else kept or flags.mixed_precision or by_launcher or "auto"
+    precision = "auto" if is_lost else kept or asked or by_launcher or "auto"
     if flags.cpu and not flags.mixed_precision and precision == "fp16":
         precision = "auto"  # a YAML's fp16 is meant for GPUs
     if full_precision:
@@ -85,33 +92,20 @@ def choose_device(
             f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
         )
 
-    notes = []
+    compile_options = {} if full_precision else choose_compiler(flags)
+    off = [f"{name}=1" for name in SWITCHES if compile_options and os.environ.get(name) == "1"]
+    notes = [f"{switch}: nothing is compiled; unset it, or leave out --compile" for switch in off]
     if is_lost:
         notes.append(f"--mixed-precision {kept} -> {precision}, as this machine has no {kept}")
-    compile_options = {} if full_precision else choose_compiler(flags)
-    if compile_options and (switch := compiler_switched_off()):
-        compile_options = {}
-        notes.append(f"{switch}: nothing is compiled; unset it, or leave out --compile")
     return DeviceConfig(
         device="cpu" if on_cpu else "cuda",
         backend="none" if launch.is_alone else backend,
         precision=precision,
-        compile_options=compile_options,
+        compile_options={} if off else compile_options,
         has_bf16=has_bf16,
         launcher_precision=by_launcher or "no",
         notes=tuple(notes),
     )
-
-
-def kept_precision(flag: str | None, by_launcher: str, earlier: dict[str, Any]) -> str | None:
-    """Return the precision that a resumed run keeps; None if another is asked for.
-
-    auto asks for none. accelerate launch always names one, so its word counts once it is another
-    than at the start. `earlier` is "distribution" of config.json.
-    """
-    if flag == "auto" or (not flag and by_launcher == earlier.get("launcher_precision", "no")):
-        return str(earlier["mixed_precision"])
-    return None
 
 
 def in_effect(config: DeviceConfig, accelerator: Accelerator) -> DeviceConfig:
@@ -123,14 +117,6 @@ def in_effect(config: DeviceConfig, accelerator: Accelerator) -> DeviceConfig:
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", None: full}[dtype]
     backend = dist.get_backend() if dist.is_initialized() else "none"
     return replace(config, precision=precision, backend=backend)
-
-
-def compiler_switched_off() -> str | None:
-    """Return the switch that keeps torch.compile from compiling, if one does."""
-    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
-        if os.environ.get(name) == "1":
-            return f"{name}=1"
-    return "torch._dynamo.config.disable" if torch._dynamo.config.disable else None
 
 
 def choose_compiler(flags: Distribution) -> dict[str, Any]:

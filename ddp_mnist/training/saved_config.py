@@ -16,9 +16,9 @@ RUN_FORMAT = 13
 # Flags that may differ between ranks. A machine may have its folders elsewhere: what is in them is
 # compared.
 OF_A_RANK = {"dataset", "run_dir", "resume", "cache_dir", "quiet"}
+OF_A_RANK |= {"init_method", "rank", "world_size", "local_rank"}
 ALIKE = "OMP_NUM_THREADS, ATEN_CPU_CAPABILITY and MKL_ENABLE_INSTRUCTIONS"
 LAST_BITS = f"the last bits of a step (set {ALIKE} alike, or --optimizer adamw)"
-OF_A_RANK |= {"init_method", "rank", "world_size", "local_rank"}
 
 
 def saved_config(

@@ -31,7 +31,7 @@ class TrainingRun:
     found: NamedObjects
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
-    step_digest: str = ""  # of what this rank's CPU makes of a step; "" for one process, and on GPUs
+    step_digest: str = ""  # of what this CPU makes of a step; "" for one process, and on GPUs
 
     @property
     def model(self) -> str:

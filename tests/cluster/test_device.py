@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("device", "flag", "launcher", "had", "launcher_then", "kept"),
+    "case",  # device, flag and launcher now; precision and launcher then; what it has now
     [
         ("cpu", None, None, "no", "no", "no"),
         ("cpu", "auto", "bf16", "no", "no", "no"),  # as make says it
@@ -64,20 +65,13 @@ def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: 
         ("cpu without", None, None, "bf16 emulated", "no", "bf16"),
     ],
 )
-def test_the_precision_of_a_resumed_run(
-    device: str,
-    flag: str | None,
-    launcher: str | None,
-    had: str,
-    launcher_then: str,
-    kept: str,
-    monkeypatch: Patch,
-) -> None:
+def test_the_precision_of_a_resumed_run(case: tuple[str, ...], monkeypatch: Patch) -> None:
+    device, flag, launcher, had, launcher_then, kept = case
     device, _, without = device.partition(" ")
     on_a(device, monkeypatch, native=not without)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher or "")
     had, _, emulated = had.partition(" ")
-    earlier = {"mixed_precision": had, "launcher_precision": launcher_then}
+    earlier: dict[str, Any] = {"mixed_precision": had, "launcher_precision": launcher_then}
     earlier |= {"has_bf16": False} if emulated else {}  # older runs lack it
     found = choose_device(Distribution(mixed_precision=flag), Launch(), earlier=earlier)
     precision, _, why = kept.partition(", ")
