@@ -20,6 +20,7 @@ from ddp_mnist.core.fit import fit
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.recorded_run import RecordedRun
+from ddp_mnist.training.resume import distribution_before
 from ddp_mnist.training.set_up import set_up_run
 from ddp_mnist.training.training_run import TrainingRun, make_net
 
@@ -33,10 +34,12 @@ def train(
     DdpMnistError for every expected failure, see errors.py; Preempted after a signal. What one rank
     raises ends all: the others raise FailedElsewhere, see cluster/failures.py.
     """
+    before = partial(distribution_before, config)
     with (
         listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
-        join_world(config.distribution, launch) as world,  # joins the others, makes the Accelerator
+        # joins the others, makes the Accelerator
+        join_world(config.distribution, launch, earlier=before) as world,
         set_up_run(config, world, folder, stop) as recorded,  # all agree
     ):
         if recorded is None:

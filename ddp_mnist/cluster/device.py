@@ -1,10 +1,12 @@
 """Choose what a process computes with: device, backend, precision, threads and which GPU."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import gpus, hide_gpus, is_forked
@@ -12,6 +14,8 @@ from ddp_mnist.cluster.launch import PRECISION, Launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.affinity import cores
+
+SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with 1, torch.compile does nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,9 @@ class DeviceConfig:
     backend: str  # nccl, gloo, or none for a single process without a group
     precision: str  # no, fp16, bf16 or fp64
     compile_options: dict[str, Any]  # of torch.compile, with a `backend`; {}: not compiled
+    has_bf16: bool  # natively
+    launcher_precision: str  # which accelerate launch names; "no" by default, as without it
+    notes: tuple[str, ...] = ()  # what is not as it was asked, or as an earlier part had it
 
     @property
     def compiled_by(self) -> str:
@@ -31,12 +38,17 @@ class DeviceConfig:
 
 
 def choose_device(
-    flags: Distribution, launch: Launch, full_precision: bool = False
+    flags: Distribution,
+    launch: Launch,
+    full_precision: bool = False,
+    earlier: dict[str, Any] | None = None,
 ) -> DeviceConfig:
     """Decide from the flags, which beat the launcher's YAML, and from what this machine has.
 
-    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
-    flags and launcher say. Raise UsageError for what does not exist here or does not fit together.
+    `earlier` is "distribution" of the config.json of the run that is resumed: it keeps its
+    precision unless another is asked for, which auto does not. With `full_precision` it computes in
+    the dtype of the weights and compiles nothing, whatever flags and launcher say.
+    Raise UsageError for what does not exist here or does not fit together.
     """
     with blame("ACCELERATE_USE_CPU", UsageError):
         wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu
@@ -48,7 +60,15 @@ def choose_device(
         backend = "gloo" if on_cpu else "nccl"
 
     has_bf16 = has_native_bf16("cpu" if on_cpu else "cuda")
-    precision = flags.mixed_precision or os.environ.get(PRECISION) or "auto"
+    asked, by_launcher = flags.mixed_precision, os.environ.get(PRECISION)
+    before, kept = earlier or {}, None
+    # accelerate launch always names a precision: that counts once it is another than at the start.
+    same_launcher = (by_launcher or "no") == before.get("launcher_precision", "no")
+    if asked == "auto" or (not asked and same_launcher):
+        kept = before.get("mixed_precision")
+    had_bf16 = before.get("has_bf16", True)  # else it was, and will be, emulated
+    is_lost = (kept == "fp16" and on_cpu) or (kept == "bf16" and had_bf16 and not has_bf16)
+    precision = "auto" if is_lost else kept or asked or by_launcher or "auto"
     if flags.cpu and not flags.mixed_precision and precision == "fp16":
         precision = "auto"  # a YAML's fp16 is meant for GPUs
     if full_precision:
@@ -72,12 +92,31 @@ def choose_device(
             f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
         )
 
+    compile_options = {} if full_precision else choose_compiler(flags)
+    off = [f"{name}=1" for name in SWITCHES if compile_options and os.environ.get(name) == "1"]
+    notes = [f"{switch}: nothing is compiled; unset it, or leave out --compile" for switch in off]
+    if is_lost:
+        notes.append(f"--mixed-precision {kept} -> {precision}, as this machine has no {kept}")
     return DeviceConfig(
         device="cpu" if on_cpu else "cuda",
         backend="none" if launch.is_alone else backend,
         precision=precision,
-        compile_options={} if full_precision else choose_compiler(flags),
+        compile_options={} if off else compile_options,
+        has_bf16=has_bf16,
+        launcher_precision=by_launcher or "no",
+        notes=tuple(notes),
     )
+
+
+def in_effect(config: DeviceConfig, accelerator: Accelerator) -> DeviceConfig:
+    """Return the backend and the precision as torch has them, not as they were asked for."""
+    device = accelerator.device.type
+    with accelerator.autocast():
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    full = "fp64" if config.precision == "fp64" else "no"  # of the weights
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", None: full}[dtype]
+    backend = dist.get_backend() if dist.is_initialized() else "none"
+    return replace(config, precision=precision, backend=backend)
 
 
 def choose_compiler(flags: Distribution) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import accelerate.optimizer
 import torch
@@ -21,7 +22,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import is_lomo_available
 
 from ddp_mnist.cluster.connections import keep_alive
-from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, set_threads
+from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, in_effect, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import choose_interface, first_address, interfaces_up
 from ddp_mnist.cluster.launch import Launch, config_flag, die_with_parent
@@ -46,7 +47,6 @@ class World(DeviceConfig):
     store: Store  # for JSON between ranks, outside of collectives
     num_machines: int
     local_rank: int  # among the processes of its launcher, or else of its machine
-    threads: int  # this process's, on the CPU
     start_time: float  # time.monotonic() when this process began to look for the others
 
     @property
@@ -63,12 +63,17 @@ class World(DeviceConfig):
 
 @contextlib.contextmanager
 def join_world(
-    flags: Distribution, launch: Launch, *, full_precision: bool = False
+    flags: Distribution,
+    launch: Launch,
+    *,
+    full_precision: bool = False,
+    earlier: Callable[[Store], dict[str, Any] | None] = lambda _: None,
 ) -> Iterator[World]:
     """Join the other processes, yield the World, and shut it down cleanly however the block ends.
 
-    Raise as `choose_device` does, which explains `full_precision`; PeerError if another process did
-    not join, was lost or did not answer in time, FailedElsewhere if another rank failed first.
+    `earlier` finds on rank 0 what `choose_device` is then given, which explains `full_precision`
+    too. Raise as these do; PeerError if another process did not join, was lost or did not answer in
+    time, FailedElsewhere if another rank failed first.
     """
     started = time.monotonic()
     config = choose_device(flags, launch, full_precision)
@@ -81,9 +86,12 @@ def join_world(
             here, local_rank = store.rank_info, launch.local_rank
             if local_rank is None:  # started by hand
                 local_rank = here.local_rank
-            threads = set_threads(launch, config.device, here.local_world_size)
+            if before := earlier(store):
+                config = choose_device(flags, launch, full_precision, before)
+            set_threads(launch, config.device, here.local_world_size)
             if not launch.is_alone:
-                chosen = {"--backend": config.backend, "--mixed-precision": config.precision}
+                chosen = {"torch": torch.__version__, "accelerate": accelerate.__version__}
+                chosen |= {"--backend": config.backend, "--mixed-precision": config.precision}
                 check_same(store, chosen, "what auto chose")
                 choose_interface(launch, here.address, here.other_address)
                 form_group(store, config.backend, local_rank, flags.dist_timeout)
@@ -107,12 +115,11 @@ def join_world(
                     f" use {config_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
-                **vars(config),
+                **vars(in_effect(config, accelerator)),
                 accelerator=accelerator,
                 store=store,
                 num_machines=launch.num_machines or here.num_machines,
                 local_rank=local_rank,
-                threads=threads,
                 start_time=started,
             )
             say_goodbye(store)

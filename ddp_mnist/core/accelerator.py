@@ -14,6 +14,7 @@ from accelerate.utils import (
     broadcast,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 COMM_HOOKS = {
     "none": DDPCommunicationHookType.NO,
@@ -67,6 +68,16 @@ def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: Tensor)
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         model(share.to(accelerator.device)).sum().backward()
     model.zero_grad()
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Raise DDP's error if a parameter had no part in the last step on this rank.
+
+    DDP itself looks in the next forward. An all-reduce before that would meet the gradients of
+    the other ranks, and gloo would abort the process.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model._check_reducer_finalized()
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:

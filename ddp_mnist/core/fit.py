@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .accelerator import sum_over_ranks, warm_up_ddp
+from .accelerator import check_reduced, sum_over_ranks, warm_up_ddp
 from .augment import augment, augmentation_table
 from .batches import GlobalBatchSampler, Rows, make_loader
 from .errors import StopRequested
@@ -108,6 +108,7 @@ def fit(
             save_due = meter.is_save_due(run.checkpoint_every)
             if not (log_due or save_due or this_step >= meter.next_sync_step):
                 continue
+            check_reduced(model)
             stop_requests = meter.sync(run.stop_requests)  # one all-reduce; may raise Diverged
             run.log(this_step, {"epoch": epoch, "lr": lr, **meter.line(end=log_due)}, write=log_due)
             stop_if_any(stop_requests)

@@ -50,7 +50,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         **(class_lines(images, config.recipe.class_weights) if images.classes else {}),
         "careful": "; ".join(map(printable, images.caveats)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
-        f" device {world.device_name}, {count(world.threads, 'thread')} each,"
+        f" device {world.device_name}, {count(torch.get_num_threads(), 'thread')} each,"
         f" precision {world.precision}{compiled}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",

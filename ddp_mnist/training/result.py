@@ -8,6 +8,7 @@ import torch
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
+from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.core.evaluation import EvalResult
@@ -49,7 +50,8 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "device": device,
         "backend": world.backend,
         "precision": world.precision,
-        "compile": world.compiled_by,
+        "compile": compiled_by(world),
+        "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
@@ -70,6 +72,13 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "versions": package_versions(),
         "git": git_commit(),
     }
+
+
+def compiled_by(world: World) -> str:
+    """Return the compiler; "no" if it was not to compile, and also if torch went without it."""
+    if world.compile_options and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        return f"no ({world.compiled_by} compiled nothing)"
+    return world.compiled_by
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:

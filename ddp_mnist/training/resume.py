@@ -33,6 +33,7 @@ from ddp_mnist.training.result import finished_line
 from ddp_mnist.training.saved_config import RUN_FORMAT, saved_config
 from ddp_mnist.training.training_run import TrainingRun
 
+RESUME_KEY = "resume"  # of the store, for the run that rank 0 found
 GROUPS = {"run": RunFlags, "recipe": Recipe}  # the flags that a run keeps, by their key in CONFIG
 
 
@@ -56,8 +57,16 @@ def find(config: TrainConfig, store: Store) -> EarlierRun | None:
     Raise CheckpointError if --resume names no run, its files cannot be read, or the typed flags are
     another run's.
     """
-    found = store.broadcast_from_rank0("resume", lambda: find_on_rank0(config))
+    if RESUME_KEY not in store.received:
+        store.broadcast_from_rank0(RESUME_KEY, lambda: find_on_rank0(config))
+    found = store.received[RESUME_KEY]
     return EarlierRun(**found) if found else None
+
+
+def distribution_before(config: TrainConfig, store: Store) -> dict[str, Any] | None:
+    """Return how the run to resume was distributed; None to begin one. Raises as `find` does."""
+    earlier = find(config, store)
+    return earlier.saved["distribution"] if earlier else None
 
 
 def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
@@ -178,7 +187,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key, group in GROUPS.items()
         for field in flag_fields(group, "may change")
     }
-    pairs |= {name: (before["world"].get(name), value) for name, value in now["world"].items()}
+    was = before["world"]  # an older run may lack some
+    pairs |= {name: (was[name], value) for name, value in now["world"].items() if name in was}
     notes = {"--epochs": " (another learning-rate schedule from here on)"}
     return [f"{name} {a} -> {b}{notes.get(name, '')}" for name, (a, b) in pairs.items() if a != b]
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
 from ddp_mnist.data.image_data import ImageData
@@ -15,6 +17,8 @@ RUN_FORMAT = 13
 # compared.
 OF_A_RANK = {"dataset", "run_dir", "resume", "cache_dir", "quiet"}
 OF_A_RANK |= {"init_method", "rank", "world_size", "local_rank"}
+ALIKE = "OMP_NUM_THREADS, ATEN_CPU_CAPABILITY and MKL_ENABLE_INSTRUCTIONS"
+LAST_BITS = f"the last bits of a step (set {ALIKE} alike, or --optimizer adamw)"
 
 
 def saved_config(
@@ -29,6 +33,8 @@ def saved_config(
         "backend": world.backend,
         "mixed_precision": world.precision,
         "compile": bool(world.compile_options),
+        "has_bf16": world.has_bf16,
+        "launcher_precision": world.launcher_precision,
     }
     return {
         "format": RUN_FORMAT,
@@ -46,7 +52,8 @@ def saved_config(
             "device": world.accelerator.device.type,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
-            "threads": world.threads,
+            "threads": torch.get_num_threads(),
+            "CPU instructions": torch.backends.cpu.get_cpu_capability(),
             **runtime_facts(world),
         },
     }
@@ -84,7 +91,8 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         "the data's digest": images.digest,
         "the images that --weights has seen": str(sum(images.left_out)),
     }
-    return of_images | flags | own_code | runtime_facts(run.world)
+    last_bits = {LAST_BITS: run.step_digest}  # last, as most of what differs above changes it
+    return of_images | flags | own_code | runtime_facts(run.world) | last_bits
 
 
 def runtime_facts(world: World) -> dict[str, Any]:

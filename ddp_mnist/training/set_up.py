@@ -99,6 +99,7 @@ def resolve_run(
     if earlier and "dataset" not in config.typed:
         check_still_there(config.run.dataset, f"--resume {earlier.path}")
     name, images = load_images(config, found, world.store, console)
+    images = replace(images, warnings=[*world.notes, *images.warnings])
     if entry:
         model, image_format = config.recipe.model or "", images.image_format
         made = initial_weights.normalised_for(entry, model, image_format)

@@ -31,6 +31,7 @@ class TrainingRun:
     found: NamedObjects
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
+    step_digest: str = ""  # of what this CPU makes of a step; "" for one process, and on GPUs
 
     @property
     def model(self) -> str:
@@ -96,7 +97,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     sharers = 1 if sync_bn else world.store.world_size
     at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
-    trial.check(net := make(), run.model, run.task.outputs, image_format.shape, at_once)
+    trial.check(net := trial.made(make), run.model, run.task.outputs, image_format.shape, at_once)
     if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         flag = "--sync-bn" if sync_bn else "--inject batchnorm"
         raise UsageError(
@@ -109,6 +110,8 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         train = subset(run.images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(run.task, named, targets.to(world.accelerator.device))
+    if world.store.world_size > 1 and world.device == "cpu":
+        run = replace(run, step_digest=trial.digest_of_step(net, run.recipe))
     if is_known(run.model):
         return run
     lost = trial.check_state(make, run.model, image_format.shape)

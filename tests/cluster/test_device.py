@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,39 @@ def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: 
             assert choose_device(flags, Launch()).precision == expected
 
 
+@pytest.mark.parametrize(
+    "case",  # device, flag and launcher now; precision and launcher then; what it has now
+    [
+        ("cpu", None, None, "no", "no", "no"),
+        ("cpu", "auto", "bf16", "no", "no", "no"),  # as make says it
+        ("cpu", None, "no", "bf16", "no", "bf16"),  # accelerate launch says no by itself
+        ("cpu", None, None, "fp64", "no", "fp64"),
+        ("cuda", None, "fp16", "bf16", "fp16", "bf16"),  # the flag beat the launcher then
+        ("cuda", None, "fp16", "no", "no", "fp16"),  # another launcher
+        ("cuda", None, "no", "fp16", "fp16", "no"),
+        ("cuda", "no", "fp16", "fp16", "fp16", "no"),
+        ("cuda", "bf16", None, "no", "no", "bf16"),
+        ("cpu", None, None, "fp16", "no", "bf16, as this machine has no fp16"),
+        ("cpu without", None, None, "bf16", "no", "no, as this machine has no bf16"),
+        ("cuda without", "auto", None, "bf16", "no", "fp16, as this machine has no bf16"),
+        ("cpu without", "bf16", None, "bf16", "no", "bf16"),
+        ("cpu without", None, None, "bf16 emulated", "no", "bf16"),
+    ],
+)
+def test_the_precision_of_a_resumed_run(case: tuple[str, ...], monkeypatch: Patch) -> None:
+    device, flag, launcher, had, launcher_then, kept = case
+    device, _, without = device.partition(" ")
+    on_a(device, monkeypatch, native=not without)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher or "")
+    had, _, emulated = had.partition(" ")
+    earlier: dict[str, Any] = {"mixed_precision": had, "launcher_precision": launcher_then}
+    earlier |= {"has_bf16": False} if emulated else {}  # older runs lack it
+    found = choose_device(Distribution(mixed_precision=flag), Launch(), earlier=earlier)
+    precision, _, why = kept.partition(", ")
+    told = (f"--mixed-precision {had} -> {precision}, {why}",) if why else ()
+    assert (found.precision, found.notes) == (precision, told)
+
+
 def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
     for capabilities, native in (
         ([(7, 5)], False),  # T4
@@ -80,6 +114,13 @@ def test_the_compiler_that_the_launcher_names_beats_the_flags(monkeypatch: Patch
     for flags in (plain, compiled):
         assert choose_device(flags, Launch()).compile_options["backend"] == "aot_eager"
         assert choose_device(flags, Launch(), full_precision=True).compile_options == {}
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        with monkeypatch.context() as switched_off:
+            switched_off.setenv(name, "1")
+            found = choose_device(compiled, Launch())
+            assert (found.compile_options, found.compiled_by) == ({}, "no")
+            assert [note.partition(": ")[0] for note in found.notes] == [f"{name}=1"]
+    assert choose_device(compiled, Launch()).notes == ()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
     with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
         choose_device(plain, Launch())

@@ -5,10 +5,13 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from ddp_mnist import api, cli
+from ddp_mnist.cluster import device
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.train_config import TrainConfig
@@ -78,6 +81,27 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path: Path) -> None:
     assert (summaries[0]["resumed_from"], summaries[0]["steps"]) == ([first], STEPS)
     assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
     assert leftovers(tmp_path / "run") == []
+
+
+def test_a_resumed_run_keeps_a_precision_that_it_is_not_given_again(tmp_path: Path) -> None:
+    """As make resumes it, where auto means bf16; and then in another that is typed."""
+    run_world(2, just_train, config("unbroken"), folder=tmp_path)
+    stop(config(), tmp_path, step=10, size=2)
+    again = with_flags(resumed(config()), mixed_precision="auto")
+    [summary, _] = run_world(2, _where_bf16_is, again, folder=tmp_path)
+    assert summary["precision"] == read_json(tmp_path / "run/summary.json")["precision"] == "no"
+    assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
+    typed = {"mixed_precision": "bf16", "quiet": False}
+    longer = with_flags(resumed(config(), epochs=3), **typed)
+    shown, _ = run_world(2, what_it_says, longer, folder=tmp_path)
+    assert "--mixed-precision no -> bf16" in shown
+    assert read_json(tmp_path / "run/config.json")["distribution"]["mixed_precision"] == "bf16"
+
+
+def _where_bf16_is(config: TrainConfig) -> dict[str, Any]:
+    with patch.object(device, "has_native_bf16", lambda _: True):
+        assert device.choose_device(config.distribution, Launch()).precision == "bf16"
+        return just_train(config)
 
 
 def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path) -> None:

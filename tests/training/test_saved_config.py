@@ -1,6 +1,12 @@
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
+from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
@@ -9,7 +15,8 @@ from ddp_mnist.data import cache
 from ddp_mnist.training.named_objects import NamedObjects
 from ddp_mnist.training.saved_config import must_be_equal
 from ddp_mnist.training.training_run import TrainingRun
-from tests.run_checks import fit_recipe
+from ddp_mnist.verbs.verify.watch import just_train, proof_config
+from tests.run_checks import fit_recipe, told_once, with_flags
 
 
 def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
@@ -28,3 +35,34 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     first, second = map(must_be_equal, runs)
     assert first == second
     assert (first["--mixed-precision"], first["--backend"]) == ("bf16", "gloo")
+
+
+def _train_otherwise(config: TrainConfig, variables: dict[str, str]) -> dict[str, Any]:
+    """Train as rank 1 of a machine that computes otherwise."""
+    os.environ.update(variables if os.environ["RANK"] == "1" else {})
+    return just_train(config)
+
+
+@pytest.mark.parametrize(
+    ("net", "variables", "drifts"),
+    [
+        ("mlp", {"ATEN_CPU_CAPABILITY": "default"}, True),
+        ("mlp", {"ATEN_CPU_CAPABILITY": "avx2"}, False),  # adds alike
+        ("cnn", {"OMP_NUM_THREADS": "2"}, True),  # Muon multiplies matrices
+        ("mlp", {"OMP_NUM_THREADS": "2"}, False),
+    ],
+)
+def test_fault_22_ranks_on_which_a_step_has_other_bits(
+    net: str, variables: dict[str, str], drifts: bool, tmp_path: Path
+) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs a processor with AVX-512")
+    config = proof_config(model=net, epochs=1, max_grad_norm=1.0)
+    given = (_train_otherwise, with_flags(config, mixed_precision="no"), variables)
+    outcomes = LocalWorld(2, *given, folder=tmp_path).outcomes()
+    assert (tmp_path / "run").exists() is not drifts
+    if drifts:
+        line = str(told_once(outcomes, 2))
+        assert line.startswith("the last bits of a step (set OMP_NUM_THREADS, ATEN_CPU_CAPABILITY ")
+    else:
+        assert [summary["steps"] for summary in outcomes] == [15, 15]

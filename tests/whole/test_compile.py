@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.run_checks import with_flags
 
 
-def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
+def graphs_of(config: Any, in_eager: bool = False) -> list[tuple[bool, int | str]]:
     """Return of each graph whether it has gradients, and for how many images it is."""
     found = list[tuple[bool, int | str]]()
 
@@ -22,6 +23,8 @@ def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
         found.append((torch.is_grad_enabled(), size))
         return graph.forward
 
+    if in_eager:
+        torch.compiler.set_stance("force_eager")
     compiles = nn.Module.compile
     with patch.object(nn.Module, "compile", lambda net, **_: compiles(net, backend=record)):
         watch.just_train(config)
@@ -33,3 +36,7 @@ def test_training_compiles_one_graph_for_one_size(tmp_path: Path) -> None:
     config = with_flags(plain, compile=True, mixed_precision="no")
     for graphs in run_world(2, graphs_of, config, folder=tmp_path):
         assert [images for trains, images in graphs if trains] == [72 // 2 // 3]
+    assert read_json(tmp_path / "run/summary.json")["compile"] == "inductor"
+    [none] = run_world(1, graphs_of, with_flags(config, run_dir="eager"), True, folder=tmp_path)
+    assert none == []
+    assert read_json(tmp_path / "eager/summary.json")["compile"] == "no (inductor compiled nothing)"
