@@ -107,7 +107,7 @@ def is_caught(fault: str, checks: list[CheckResult]) -> bool:
     summary = proofs.failure_summary(checks, fault) or ""
     [text] = [check.text for check in checks if check.name == MISTAKES[fault].caught_by]
     text = text.replace("after 15 steps", "after 45 steps")  # a test may train for one epoch only
-    assert re.sub(r"\d\.\de[+-].*| \(Timed.*", "", text) in " ".join(LAB.split())
+    assert re.sub(r"\d\.\de[+-].*| for \d+ s \(rank.*", "", text) in " ".join(LAB.split())
     return summary.startswith(f"verify --inject {fault}: caught by '{MISTAKES[fault].caught_by}'")
 
 
@@ -136,8 +136,7 @@ def test_a_rank_that_leaves_is_waited_for_named_and_caught(tmp_path: Path) -> No
     waits = r"all 2 ranks are alive, but have waited for each other for 2 s"
     places = r"\(rank 0 at fit.py:\d+, rank 1 at mistakes.py:\d+\); let every rank take part"
     assert re.match(f"{waits} {places}", str(ended.value))
-    text = str(ended.value).replace("2000ms", "5000ms")
-    assert is_caught("exit", [proofs.failed("runs", f"PeerError: {text}", proofs.FIX)])
+    assert is_caught("exit", [proofs.failed("runs", f"PeerError: {ended.value}", proofs.FIX)])
 
 
 def test_sgd_is_proven_too(one: Runs, two: Runs) -> None:

@@ -86,10 +86,8 @@ def test_fault_46_a_pause_of_all_longer_than_the_time_out_loses_nobody(tmp_path:
     time.sleep(4)
     for process in workers_of(world):
         process.resume()
-    outcomes = world.outcomes()
-    if status(tmp_path / "run") != ("finished", 0):  # what they waited for may arrive first
-        told = str(told_once(outcomes, 6))
-        assert told.startswith("all 2 ranks are alive, but lost each other (")
+    world.outcomes()
+    assert status(tmp_path / "run") == ("finished", 0)
 
 
 @pytest.mark.parametrize(
