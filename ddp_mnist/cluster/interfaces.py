@@ -60,6 +60,20 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
+def loopback_of(host: str) -> str:
+    """Return the loopback address that `host` is on every machine; "" for all else.
+
+    A machine's own name is none, even if it stands for one here: elsewhere it has another address.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        found = [host]
+        if host == "localhost":
+            found = [str(ip[0]) for *_, ip in socket.getaddrinfo(host, None)]
+        if all(map(is_loopback, found)):
+            return min(found, key=lambda each: ":" in each)  # by IPv4 if both
+    return ""
+
+
 def is_ipv4(host: str) -> bool:
     """Return whether every machine reaches `host` by IPv4, as far as this one can tell.
 
