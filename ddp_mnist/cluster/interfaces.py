@@ -66,11 +66,9 @@ def loopback_of(host: str) -> str:
     A machine's own name is none, even if it stands for one here: elsewhere it has another address.
     """
     with contextlib.suppress(OSError, ValueError):
-        found = [host]
-        if host == "localhost":
-            found = [str(ip[0]) for *_, ip in socket.getaddrinfo(host, None)]
-        if all(map(is_loopback, found)):
-            return min(found, key=lambda each: ":" in each)  # by IPv4 if both
+        resolved = socket.getaddrinfo(host, None) if host == "localhost" else []
+        found = {str(ip[0]) for *_, ip in resolved} or {host}
+        return min(found) if all(map(is_loopback, found)) else ""  # 127.0.0.1 before ::1
     return ""
 
 

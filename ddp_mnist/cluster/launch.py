@@ -130,9 +130,8 @@ def find_launch(
                 f"{name} {number}: the world size is {launch.world_size}; ranks are 0 to"
                 f" {launch.world_size - 1}"
             )
-    if launch.main_host is not None and not is_host(launch.main_host):
-        typed = f"{'MASTER_ADDR=' if by_variables else '--init-method tcp://'}{launch.main_host}"
-        raise UsageError(f"{typed}: must be one host's name or address; correct it")
+    if launch.main_host is not None:
+        check_host("MASTER_ADDR=" if by_variables else "--init-method tcp://", launch.main_host)
     debug = env.get("TORCH_DISTRIBUTED_DEBUG", "")
     if trains and not launch.is_alone and debug.upper() == "DETAIL":
         raise UsageError(f"TORCH_DISTRIBUTED_DEBUG={debug}: torch's DDP crashes with it; use INFO")
@@ -151,13 +150,16 @@ def _refuse_variables(env: Mapping[str, str]) -> None:
         raise UsageError(f"ACCELERATE_LOG_LEVEL={level}: choose from {', '.join(levels)}")
 
 
-def is_host(text: str) -> bool:
-    """Return whether `text` may be one host's name or address; whether it answers, time tells."""
-    if ":" not in text and not re.fullmatch(r"[\d.]+", text):
-        return bool(re.fullmatch(r"[\w.-]+", text))
+def check_host(typed: str, host: str) -> None:
+    """Raise UsageError if `host`, typed after `typed`, can be no host's name or address.
+
+    One that does not answer yet may do so in time.
+    """
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text.removeprefix("[").removesuffix("]")))
-    return False
+        if ipaddress.ip_address(host.removeprefix("[").removesuffix("]")):
+            return
+    if not re.fullmatch(r"[\w.-]*[^\W\d][\w.-]*", host):  # of digits alone it would be an address
+        raise UsageError(f"{typed}{host}: must be one host's name or address; correct it")
 
 
 def config_file(name: str) -> Path:
@@ -257,10 +259,9 @@ def how_many(name: str, env: Mapping[str, str]) -> int:
     """
     value = env[name].strip()
     if name.endswith("FILE"):
-        try:
-            value = re.sub(r"(\S+).*", r"\1", Path(value).read_text())
-        except (OSError, ValueError):  # of another machine, or no text
-            return 0
+        file, value = Path(value), ""
+        with contextlib.suppress(OSError, ValueError):  # of another machine, or no text
+            value = re.sub(r"(\S+).*", r"\1", file.read_text())
     if number := re.fullmatch(r"(?:\d+:)?(\d+)", value):
         return int(number[1]) + name.endswith(("RANK", "RANKID"))
     return len({*re.findall(r"[^\s,;\"'\[\]]+", value)})

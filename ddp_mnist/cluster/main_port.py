@@ -83,17 +83,16 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on `port` for all who reach this machine as `host`.
 
-    For loopback that is this machine alone.
+    On loopback that is this machine alone.
+
     torch's store looks up the name of each peer before it serves the next one. On a socket of IPv6,
     which it would open, a peer's 10.0.0.1 is ::ffff:10.0.0.1, a name that /etc/hosts cannot give:
     every connection then costs a question to the name server, and 10 s if none answers.
     """
-    if own := loopback_of(host):
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        return socket.create_server((own, port), family=family)
-    both = not is_ipv4(host) and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    own = loopback_of(host)
+    both = not own and not is_ipv4(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in own else socket.AF_INET
+    return socket.create_server((own, port), family=family, dualstack_ipv6=both)
 
 
 def _tcp_store(host: str, port: int, timeout_s: float, served: int | None = None) -> dist.TCPStore:
