@@ -262,6 +262,8 @@ def how_many(name: str, env: Mapping[str, str]) -> int:
         file, value = Path(value), ""
         with contextlib.suppress(OSError, ValueError):  # of another machine, or no text
             value = re.sub(r"(\S+).*", r"\1", file.read_text())
+    if name in OF_MPIRUN:
+        return _number(env, name) or 1
     if number := re.fullmatch(r"(?:\d+:)?(\d+)", value):
         return int(number[1]) + name.endswith(("RANK", "RANKID"))
     return len({*re.findall(r"[^\s,;\"'\[\]]+", value)})

@@ -130,7 +130,7 @@ def test_the_place_that_flags_give(flags: dict[str, Any], env: Variables, expect
 NO_NUMBERS: list[tuple[Variables, str]] = [
     (TORCHRUN, "RANK=one WORLD_SIZE=2.0 LOCAL_RANK=x RANK=-1 MASTER_PORT=http"),
     (SRUN, "SLURM_STEP_NUM_TASKS=abc SLURM_PROCID=x SLURM_LOCALID=-1 SLURM_JOB_ID=job"),
-    ({}, "SLURM_NTASKS=abc"),
+    ({}, "SLURM_NTASKS=abc OMPI_COMM_WORLD_SIZE=x"),
 ]
 REFUSED: list[tuple[Variables, str]] = [
     *(

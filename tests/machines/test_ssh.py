@@ -56,7 +56,7 @@ class Cluster:
         there = '[ ! -d ~/.ssh ] || mount -t tmpfs none ~/.ssh; exec bash "$@"'
         names = [f"{user}{self.hosts.address(index)}" for index in on]
         command = self.hosts.command(0, "sh", "-c", there, "sh", SCRIPT, *names)
-        own = {"FOLDER": "clone", "ARGS": "", **variables}  # `make test-system` has an ARGS
+        own = {"FOLDER": str(REPOSITORY), "ARGS": "", **variables}  # `make test-system` has an ARGS
         return Started(command, self.disks[0], own, program=None, terminal=terminal)
 
     def trains(self, name: str, **more: Any) -> tuple[Path, Started]:
@@ -98,7 +98,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             if index:
                 shutil.copytree(folders[0], folder)
             (folder / "sshd_config").write_text(sshd_config(disk, by_key=index < 2))
-            (disk / "clone").symlink_to(REPOSITORY)
             (disk / "slow.py").write_text(SLOW)
             daemons.append(subprocess.Popen(hosts.command(index, SSHD, "-D", "-E", f"{disk}/log")))
         logs = [disk / "log" for disk in disks]
