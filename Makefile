@@ -34,6 +34,9 @@ WHOLE = --dist loadfile --no-loadscope-reorder
 MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \
 	--num-machines="$(NUM_MACHINES)" --nproc-per-node="$(NPROC_PER_NODE)"
+# What was left in the shell by another launcher must not decide how many nodes there are, or how to
+# compute: the targets say so, and torchrun takes each PET_ variable for one of its flags.
+unexport $(filter-out PET_SIGNALS_TO_HANDLE,$(filter PET_% ACCELERATE_%,$(.VARIABLES)))
 # torchrun and accelerate launch would stop at SIGHUP (signal 1) even under nohup, which ignores it
 ifneq ($(shell grep '^SigIgn:.*[13579bdf]$$' /proc/self/status 2>/dev/null),)
 export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT

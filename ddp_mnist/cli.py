@@ -165,6 +165,9 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
         failure = errors.Preempted if mine else errors.FailedElsewhere
         return failure(str(error) or "interrupted", errors.exit_code(error))
     if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
+        if found := sys.modules.get(error.name.partition(".")[0]):  # a file of that name
+            fix = "rename it if it is yours, else install the package anew"
+            return UsageError(f"{found.__file__}: there is no {error.name} in it; {fix}")
         fix = "activate the environment that has it (source .venv/bin/activate), or make venv"
         return UsageError(f"{error.name}: is not installed for {sys.executable}; {fix}")
     typed = textwrap.shorten(shlex.join(words), 120, placeholder=" ...")
@@ -175,12 +178,20 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
 
 
 def is_first_here() -> bool:
-    """Return whether this is local rank 0, as the launcher or `join_world` numbers processes."""
+    """Return whether this is local rank 0, as the launcher or `join_world` numbers processes.
+
+    torchrun --virtual-local-rank tells all that they are; their files are numbered nevertheless.
+    """
+    if file := re.search(r"/(\d+)/error\.json$", os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
+        return file[1] == "0"
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def run_verb(argv: list[str]) -> int | None:
     """Run the verb that `argv` begins with. Return its exit code; None is 0."""
+    if sys.flags.optimize > 1:
+        lacking = "removes the docstrings, which --help and the metrics are made of"
+        raise UsageError(f"python -OO: {lacking}; use -O, or unset PYTHONOPTIMIZE")
     # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
     while rank := re.match(r"--local[-_]rank(=| )\d+( |$)", " ".join(argv[:2])):
         argv = argv[1 if rank[1] == "=" else 2 :]
@@ -209,8 +220,10 @@ def load(module: str) -> ModuleType:
     """Import what brings PyTorch along.
 
     Objects of modules stay, so looking for garbage among them, now or later, would cost 0.6 s for
-    nothing.
+    nothing. Raise UsageError in a folder that was removed, where oneMKL would end the process.
     """
+    with errors.blame("the working folder", UsageError, "cd to one that exists"):
+        Path.cwd()
     gc.disable()
     try:
         return importlib.import_module(module)

@@ -24,6 +24,21 @@ if [ "$#" -lt 2 ]; then
     exit 2
 fi
 
+# FOLDER and ARGS are taken as typed: quotes in ARGS keep words together, and nothing in it is run.
+# The shell of each host, and make's, take off a layer of quotes each; make takes $$ for $.
+quoted() {
+    local quote="'\\''"
+    printf "'%s'" "${1//\'/$quote}"
+}
+if ! words=$(xargs -n 1 printf '%s\n' <<<"$ARGS"); then
+    echo "ssh.sh: ARGS=$ARGS: close the quote" >&2
+    exit 2
+fi
+args=
+while IFS= read -r word && [ "$words" ]; do
+    args+=" $(quoted "${word//\$/\$\$}")"
+done <<<"$words"
+
 hosts=("$@") parts=() labels=()
 code=0 left=0 # the first failure, and how many seconds the parts have after it
 pipes=$(mktemp -d) || exit 1
@@ -54,9 +69,9 @@ for rank in "${!hosts[@]}"; do
     # progress bar, whose lines could not be labelled. Nobody could answer a question (BatchMode). A
     # host that is down or is gone is given up after 10 s, or a minute.
     TERM=dumb ssh -tt -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20 \
-        -o LogLevel=ERROR "$host" "cd $FOLDER && make --no-print-directory $TARGET \
+        -o LogLevel=ERROR "$host" "cd $(quoted "$FOLDER") && make --no-print-directory $(quoted "$TARGET") \
 MACHINE_RANK=$rank MAIN_PROCESS_IP=${1##*@} NUM_MACHINES=$# MAIN_PROCESS_PORT=$PORT \
-NPROC_PER_NODE=$PROCESSES ARGS='$ARGS'" <>"$pipes/keys-$rank" >"$pipes/screen-$rank" 2>&1 &
+NPROC_PER_NODE=$PROCESSES ARGS=$(quoted "$args")" <>"$pipes/keys-$rank" >"$pipes/screen-$rank" 2>&1 &
     parts+=("$!")
 done
 

@@ -1,4 +1,5 @@
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -201,6 +202,41 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
+def test_a_python_or_a_folder_in_which_nothing_can_run(tmp_path: Path) -> None:
+    started = (
+        "import os, sys; os.rmdir(os.getcwd()); from ddp_mnist import cli; cli.main(sys.argv[1:])"
+    )
+    gone = "the working folder: No such file or directory; cd to one that exists"
+    lacking = "removes the docstrings, which --help and the metrics are made of"
+    optimized = f"python -OO: {lacking}; use -O, or unset PYTHONOPTIMIZE"
+    for words, flag, line in (
+        ("train --quiet", "-O", gone),
+        ("report runs/x", "-O", gone),
+        ("train", "-OO", optimized),
+        ("predict --help", "-OO", optimized),
+    ):
+        tmp_path.mkdir(exist_ok=True)
+        command = [sys.executable, flag, "-c", started, *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"ddp-mnist: error: {line} (code 2)\n"
+
+
+def test_fault_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> None:
+    """Not those of Python, nor of a package; of those that it starts see test_local_world.py."""
+    for name in ("random", "logging", "torch", "evaluate", "accelerate", "datasets", "psutil"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was run')")
+    (tmp_path / "own.py").write_text("from ddp_mnist.core.nets import MLP as Net")
+    train = "train --dataset digits --epochs 1 --quiet --model"
+    for words, code, line in (
+        (f"{train} own:Net --run-dir a", 0, ""),
+        (f"{train} random:Net", 2, f"Python takes {random.__file__}, not {tmp_path}/random.py; re"),
+    ):
+        command = [sys.executable, "-m", "ddp_mnist", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, line in done.stderr) == (code, True), done.stderr
+
+
 NO_RUN, NO = CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"), UsageError("--x: no")
 AGREED, ELSEWHERE = UsageError("--x: no"), FailedElsewhere("rank 0 says it", 7)
 AGREED.agreed = True
@@ -221,6 +257,8 @@ NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
         ("LOCAL_RANK=1", NO, 2, NO_LINE, True),
         ("SLURM_LOCALID=2", NO, 2, NO_LINE, True),
         ("LOCAL_RANK=1", AGREED, 2, NO_LINE, False),
+        # torchrun --virtual-local-rank
+        ("LOCAL_RANK=0 TORCHELASTIC_ERROR_FILE=/no/attempt_0/1/error.json", NO, 2, NO_LINE, True),
     ],
 )
 def test_fault_13_a_failure_is_one_line_per_machine(

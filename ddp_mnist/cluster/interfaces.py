@@ -60,6 +60,18 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
+def loopback_of(host: str) -> str:
+    """Return the loopback address that `host` is on every machine; "" for all else.
+
+    A machine's own name is none, even if it stands for one here: elsewhere it has another address.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        resolved = socket.getaddrinfo(host, None) if host == "localhost" else []
+        found = {str(ip[0]) for *_, ip in resolved} or {host}
+        return min(found) if all(map(is_loopback, found)) else ""  # 127.0.0.1 before ::1
+    return ""
+
+
 def is_ipv4(host: str) -> bool:
     """Return whether every machine reaches `host` by IPv4, as far as this one can tell.
 

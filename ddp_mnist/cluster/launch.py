@@ -6,7 +6,10 @@ process is started by its own command, flags say it: `--init-method tcp://HOST:P
 elsewhere: world.py joins the group, and device.py chooses the local rank, the device and threads.
 """
 
+import contextlib
 import ctypes
+import ipaddress
+import logging
 import os
 import re
 import signal
@@ -46,13 +49,38 @@ NOT_DDP = (  # set by accelerate launch for other kinds of training than DDP
     "ACCELERATE_USE_SAGEMAKER",
     "ACCELERATE_IN_TPU_POD",
 )
+NOT_HERE = {  # other variables of Accelerate that are refused, and why
+    "ACCELERATE_TORCH_DEVICE": "would move tensors to a device that the trainer does not use; unset"
+    " it, and use --cpu or CUDA_VISIBLE_DEVICES",
+    "ACCELERATE_DEBUG_MODE": "lets ranks send each other pickles, which can run code; unset it, or"
+    " remove `debug: true` from the launcher's configuration",
+}
 # Without it, torchrun's agents share their store with the processes of the first round, and those
 # that join later never learn its address (next_rendezvous in dynamic_rendezvous.py).
 CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+# What launchers and platforms call the number of processes or machines of a job, or a process's own
+# number. By its words, not by a list of names, which would lack the next platform's, where each
+# process would train alone. SIZE and RANK alone do not count (BATCH_SIZE, LORA_RANK), nor do what
+# runs alone on purpose (parts of arrays and pipelines: JOB_COMPLETION_INDEX, CI_NODE_TOTAL), slots
+# and GPUs (NSLOTS, OMPI_UNIVERSE_SIZE), a LOCAL_RANK that was left behind, or SLURM's, read below.
+SAYS_HOW_MANY = re.compile(
+    r"""(?!SLURM_|LOCAL_)(
+    (\w+_)?(NUM_|N_?)(NODES|HOSTS|MACHINES|RANKS|TRAINERS) | (\w+_)?(NTASKS|NPROC_PER_NODE)
+    | (\w+_)?(NODE|HOST|MACHINE|TRAINER)S?_(COUNT|NUM) | (\w+_)?(WORLD|JOB|NAMESPACE)_SIZE
+    | (\w+_)?((WORLD|GLOBAL|LOCAL|GROUP|NODE|HOST|MACHINE|TASK|PROCESS|WORKER)_?)+RANK(ID)?
+    | (PMIX?|PALS|FLUX|JSM|HOROVOD|MPI|MPIRUN|OMPI|MV2|LWS)_
+      ((COMM_WORLD|JOB|NAMESPACE|LOCAL|GROUP)_?)*(SIZE|RANK(ID)?|N?RANKS|NPROCS)
+    | SM_HOSTS | VC_\w+_(HOSTS|NUM) | AZ_BATCH_\w+_LIST | LSB_HOSTS | PE_HOSTFILE
+    | \w+_(NODES?_IPS|NODEFILE))""",
+    re.VERBOSE,
+)
+# By these three Accelerate itself would form a group of a process that is alone.
+OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # All variables of launchers and batch jobs for their processes, except those on how to compute.
 LAUNCHER_VARIABLES = re.compile(
-    "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
-    "|MASTER)_.+|RANK|WORLD_SIZE"
+    "(SLURM|PMIX?|OMPI|MV2|PET|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP"
+    f"|ROLE|MASTER)_.+|RANK|WORLD_SIZE|{SAYS_HOW_MANY.pattern}",
+    re.VERBOSE,
 )
 
 
@@ -91,12 +119,7 @@ def find_launch(
     UsageError if they are incomplete, contradict each other, are from a launcher under which
     this process would train alone, or ask for something other than DDP.
     """
-    for name in NOT_DDP:
-        if env.get(name, "").lower() not in ("", "0", "false"):
-            raise UsageError(
-                f"{name}={env[name]}: this trainer is DDP on NVIDIA GPUs or CPUs; use"
-                f" {config_flag('multi_gpu')} or multi_cpu.yaml"
-            )
+    _refuse_variables(env)
     env = _with_flags(flags, env)
     by_variables = flags.init_method in (None, "env://")
     launch = _from_variables(flags, env, trains) if by_variables else _from_address(flags)
@@ -107,7 +130,36 @@ def find_launch(
                 f"{name} {number}: the world size is {launch.world_size}; ranks are 0 to"
                 f" {launch.world_size - 1}"
             )
+    if launch.main_host is not None:
+        check_host("MASTER_ADDR=" if by_variables else "--init-method tcp://", launch.main_host)
+    debug = env.get("TORCH_DISTRIBUTED_DEBUG", "")
+    if trains and not launch.is_alone and debug.upper() == "DETAIL":
+        raise UsageError(f"TORCH_DISTRIBUTED_DEBUG={debug}: torch's DDP crashes with it; use INFO")
     return launch
+
+
+def _refuse_variables(env: Mapping[str, str]) -> None:
+    """Raise UsageError for variables of Accelerate that ask for what this trainer does not do."""
+    for name in (*NOT_DDP, *NOT_HERE):
+        if env.get(name, "").lower() not in ("", "0", "false"):
+            use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
+            not_ddp = f"this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
+            raise UsageError(f"{name}={env[name]}: {NOT_HERE.get(name, not_ddp)}")
+    levels = logging.getLevelNamesMapping()
+    if (level := env.get("ACCELERATE_LOG_LEVEL", "INFO")).upper() not in levels:
+        raise UsageError(f"ACCELERATE_LOG_LEVEL={level}: choose from {', '.join(levels)}")
+
+
+def check_host(typed: str, host: str) -> None:
+    """Raise UsageError if `host`, typed after `typed`, can be no host's name or address.
+
+    One that does not answer yet may do so in time.
+    """
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host.removeprefix("[").removesuffix("]")):
+            return
+    if not re.fullmatch(r"[\w.-]*[^\W\d][\w.-]*", host):  # of digits alone it would be an address
+        raise UsageError(f"{typed}{host}: must be one host's name or address; correct it")
 
 
 def config_file(name: str) -> Path:
@@ -180,20 +232,41 @@ def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         if (_number(env, name) or 1) > 1 and (trains or is_task_of_srun(env)):
             return _from_slurm(env, name)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if (_number(env, name) or 1) > 1:
-            raise UsageError(
-                f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
-                " train alone; use torchrun or accelerate launch"
-            )
-    # accelerate's MULTI_CPU path starts one process unless mpirun is named. The only sign that
-    # several were requested is a MASTER_ADDR without a WORLD_SIZE, which users may also set.
+    several = [name for name in env if SAYS_HOW_MANY.fullmatch(name) and how_many(name, env) > 1]
+    if not trains:
+        several = [name for name in several if name in OF_MPIRUN]
+    if several:
+        raise UsageError(
+            f"{several[0]}={env[several[0]]}: asks for several processes, each of which would work"
+            " alone; put torchrun or accelerate launch before the command, or unset"
+            f" {' '.join(several)}"
+        )
+    # For MULTI_CPU, and for NO, accelerate starts one process unless mpirun is named. The only sign
+    # that several were requested is a MASTER_ADDR without a WORLD_SIZE, which users may also set.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
-            f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
-            f" for several use {config_flag('multi_cpu')}, for one unset MASTER_ADDR"
+            "distributed_type: MULTI_CPU, or NO, or --cpu: accelerate launch started one process"
+            " for several; change it to distributed_type: MULTI_GPU, which works on CPUs too, or"
+            f" use {config_flag('multi_cpu')}; for one process unset MASTER_ADDR"
         )
     return Launch("accelerate" if by_accelerate else "python")
+
+
+def how_many(name: str, env: Mapping[str, str]) -> int:
+    """Return of how many processes or machines a variable speaks.
+
+    It is a number, 1:4 (at least, at most), a rank, a list of hosts, or a file with one in a line.
+    """
+    value = env[name].strip()
+    if name.endswith("FILE"):
+        file, value = Path(value), ""
+        with contextlib.suppress(OSError, ValueError):  # of another machine, or no text
+            value = re.sub(r"(\S+).*", r"\1", file.read_text())
+    if name in OF_MPIRUN:
+        return _number(env, name) or 1
+    if number := re.fullmatch(r"(?:\d+:)?(\d+)", value):
+        return int(number[1]) + name.endswith(("RANK", "RANKID"))
+    return len({*re.findall(r"[^\s,;\"'\[\]]+", value)})
 
 
 def is_task_of_srun(env: Mapping[str, str]) -> bool:

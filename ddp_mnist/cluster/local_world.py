@@ -24,6 +24,7 @@ from ddp_mnist.errors import FailedElsewhere, UsageError
 PORTS = range(15000, 30000)  # below those that the system picks for outgoing connections
 FORKSERVER = mp.get_context("forkserver")
 LONGEST_TMPDIR = 60  # bytes; Python adds 32, and a path of a socket has 103 at most on macOS
+SAFE_PATH = "PYTHONSAFEPATH"  # Python then leaves out the working folder
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _preloaded: list[str] = []
 
@@ -40,15 +41,21 @@ preload("ddp_mnist.cluster.preloaded", __name__)
 def start_server() -> None:
     """Start the forkserver, unless it runs, with a socket whose path is short enough.
 
-    Python puts the socket into TMPDIR, whose path schedulers make long.
+    Python puts the socket into TMPDIR, whose path schedulers make long. It starts the server with
+    the working folder first on its path, where a random.py of the user would stand in for its own;
+    only in a clone that is not installed does the server need it, to find this package.
     """
-    before = tempfile.gettempdir()
+    before, safe = tempfile.gettempdir(), os.environ.get(SAFE_PATH)
     if len(os.fsencode(before)) > LONGEST_TMPDIR:
         tempfile.tempdir = next(filter(os.path.isdir, SHORT), before)
+    if not safe and Path.cwd() != Path(__file__).parents[2]:
+        os.environ[SAFE_PATH] = "1"
     try:
         forkserver.ensure_running()
     finally:
         tempfile.tempdir = before
+        if not safe:
+            os.environ.pop(SAFE_PATH, None)
 
 
 def free_port() -> int:

@@ -1,9 +1,10 @@
 """The main port, where rank 0 or the launcher's agent serves the store and others connect.
 
-The store listens on all interfaces without authentication, so the main port belongs on a private
-network.
+The store has no authentication. It listens on all interfaces, so the main port belongs on a private
+network; on loopback alone if that is where all look for it.
 """
 
+import errno
 import socket
 import time
 from datetime import timedelta
@@ -11,13 +12,15 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster.interfaces import is_ipv4
+from ddp_mnist.cluster.interfaces import is_ipv4, loopback_of
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import reason
 
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each until the end
+NO_WAY = (errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT)
+LO_IS_DOWN = "this machine cannot reach itself, is the interface lo up (ip link set lo up)?"
 BY_HAND = "is rank 0 running, is the address right, is the port open?"
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
@@ -42,6 +45,8 @@ def open_store(launch: Launch, who: str, timeout_s: float) -> dist.TCPStore:
             if time.monotonic() >= deadline:
                 why = f"reached nobody there within {timeout_s:g} s ({reason(error)})"
                 fix = BY_LAUNCHER if launch.agent_store else BY_HAND
+                if loopback_of(launch.main_host) and getattr(error, "errno", None) in NO_WAY:
+                    fix = LO_IS_DOWN
                 raise PeerError(f"{shown}: {who} {why}; {fix}") from None
         time.sleep(min(0.2, left))
     try:  # TCPStore's own time-out is shorter, unless what answers is not a store
@@ -59,12 +64,15 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     `host` is the name by which the other ranks reach it.
     """
     if port not in SERVED:  # otherwise this process is training a second time
+        own = loopback_of(host) or "127.0.0.1"  # it reaches itself so, whatever the others use
         try:
             with _listen(host, port) as server:
-                # It connects to itself by loopback, whatever address the others use.
-                SERVED[port] = _tcp_store("127.0.0.1", port, timeout_s, server.detach())
+                socket.create_connection((own, port), 5).close()  # in Python's words, not in C++'s
+                SERVED[port] = _tcp_store(own, port, timeout_s, server.detach())
         except (OSError, RuntimeError) as error:
             why = reason(error).partition(" (while")[0]  # Python adds the address
+            if getattr(error, "errno", None) in NO_WAY:
+                raise UsageError(f"{own}: not reached from here ({why}); {LO_IS_DOWN}") from None
             raise UsageError(
                 f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
                 " give every process another port"
@@ -75,13 +83,16 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on `port` for all who reach this machine as `host`.
 
+    On loopback that is this machine alone.
+
     torch's store looks up the name of each peer before it serves the next one. On a socket of IPv6,
     which it would open, a peer's 10.0.0.1 is ::ffff:10.0.0.1, a name that /etc/hosts cannot give:
     every connection then costs a question to the name server, and 10 s if none answers.
     """
-    both = not is_ipv4(host) and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    own = loopback_of(host)
+    both = not own and not is_ipv4(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in own else socket.AF_INET
+    return socket.create_server((own, port), family=family, dualstack_ipv6=both)
 
 
 def _tcp_store(host: str, port: int, timeout_s: float, served: int | None = None) -> dist.TCPStore:

@@ -57,7 +57,7 @@ def check_unchanged(flag: str, name: str, was: str, run: str) -> None:
 
 def import_once(flag: str, name: str) -> ModuleType:
     """Return the module before the colon. Python imports it once in a process."""
-    here = str(Path.cwd())
+    here, dotted = str(Path.cwd()), name.partition(":")[0]
     if here not in sys.path:
         sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
     if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
@@ -65,6 +65,9 @@ def import_once(flag: str, name: str) -> ModuleType:
         raise UsageError(f"{flag} {name}: is Python's own; name a module of yours")
     with blame(f"{flag} {name}", UsageError, f"correct it, or name another module in {here}"):
         importlib.invalidate_caches()  # the file may be newer than Python's listing of its folder
-        module = importlib.import_module(name.partition(":")[0])
+        module = importlib.import_module(dotted)
+    own, found = Path(here, *dotted.split(".")).with_suffix(".py"), module.__file__
+    if own.exists() and not (found and own.samefile(found)):
+        raise UsageError(f"{flag} {name}: Python takes {found}, not {own}; rename yours")
     source_digest(module)
     return module

@@ -114,8 +114,9 @@ def class_lines(images: ImageData, class_weights: str = "none") -> dict[str, str
 def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     """On each machine except rank 0's, say that it joined, and at the end where the result is."""
     store = world.store
-    console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
-    host = store.rank_info.main_host
+    here = store.rank_info
+    console = Console(verbose and store.rank > 0 and here.local_rank == 0, must_arrive=False)
+    host = here.main_host
     console.print(
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )

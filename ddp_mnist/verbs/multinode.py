@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import Launch, config_file
+from ddp_mnist.cluster.launch import Launch, check_host, config_file
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
@@ -81,6 +81,7 @@ def make_node(flags: Multinode) -> Node:
         typed = f"MAIN_PROCESS_IP={address}" if rank is None else f"MACHINE_RANK={rank}"
         missing = "MACHINE_RANK" if rank is None else "MAIN_PROCESS_IP"
         raise UsageError(f"{typed}: {missing} is missing; give it too, or neither for a rehearsal")
+    check_host("MAIN_PROCESS_IP=", address)
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -5,7 +6,14 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist.cluster.launch import NOT_DDP, Launch, config_flag, find_launch, first_slurm_host
+from ddp_mnist.cluster.launch import (
+    LAUNCHER_VARIABLES,
+    NOT_DDP,
+    Launch,
+    config_flag,
+    find_launch,
+    first_slurm_host,
+)
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from tests.chaos import seconds_until_gone, wait_until
@@ -142,13 +150,48 @@ REFUSED: list[tuple[Variables, str]] = [
     (variables("SLURM_NNODES=2 SLURM_PROCID=0"), "SLURM_NNODES=2: this process was not started by"),
     # sbatch in the shell of a step, whose variables the job inherits
     (SRUN | ONE_TASK | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: this process was not started by"),
-    *(
-        ({name: "2"}, f"{name}=2: mpirun is not supported")
-        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    (
+        variables("PET_NNODES=2 X=2 PET_NODE_RANK=1"),
+        "PET_NNODES=2: asks for several processes, each of which would work alone; put torchrun or"
+        " accelerate launch before the command, or unset PET_NNODES PET_NODE_RANK",
     ),
-    # accelerate launch --cpu --num_processes 2
-    (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR=127.0.0.1: is set, but accelerate l"),
+    # a file of accelerate's wizard; accelerate launch --cpu --num_processes 2
+    (
+        ACCELERATE | {"MASTER_ADDR": "127.0.0.1"},
+        "distributed_type: MULTI_CPU, or NO, or --cpu: acce",
+    ),
+    *(
+        (BY_HAND | {"MASTER_ADDR": host}, f"MASTER_ADDR={host}: must be one host's name or address")
+        for host in ("10.0.0.1 10.0.0.2 ", "'h'", "http://h", "10.0.0.1:29500", "10.0.0.256", "h,i")
+    ),
+    (
+        BY_HAND | {"TORCH_DISTRIBUTED_DEBUG": "detail"},
+        "TORCH_DISTRIBUTED_DEBUG=detail: torch's DDP",
+    ),
+    ({"ACCELERATE_TORCH_DEVICE": "meta"}, "ACCELERATE_TORCH_DEVICE=meta: would move tensors to"),
+    ({"ACCELERATE_DEBUG_MODE": "true"}, "ACCELERATE_DEBUG_MODE=true: lets ranks send each other p"),
+    ({"ACCELERATE_LOG_LEVEL": "bogus"}, "ACCELERATE_LOG_LEVEL=bogus: choose from CRITICAL, "),
 ]
+# Of platforms and launchers that this program does not know by name, and of what is none.
+SEVERAL = """
+    PET_NNODES=1:4 PET_NPROC_PER_NODE=2 PET_NODE_RANK=1 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1
+    SKYPILOT_NODE_IPS=10.0.0.1,10.0.0.2 FLUX_JOB_SIZE=2 FLUX_TASK_RANK=1 PALS_RANKID=1
+    PALS_LOCAL_SIZE=2 PALS_LOCAL_RANKID=1 PMIX_RANK=1 PMI_SIZE=2 PMI_RANK=1 JSM_NAMESPACE_SIZE=2
+    JSM_NAMESPACE_LOCAL_SIZE=4 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 SM_HOSTS=["algo-1","algo-2"]
+    NNODES=2 NUM_NODES=2 NODE_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1
+    MV2_COMM_WORLD_SIZE=2 AZUREML_NODE_COUNT=2 AZ_BATCH_NODE_LIST=10.0.0.4;10.0.0.5 VC_WORKER_NUM=2
+    VC_WORKER_HOSTS=a,b MA_NUM_HOSTS=2 AWS_BATCH_JOB_NUM_NODES=2 DSTACK_NODES_NUM=2 LWS_GROUP_SIZE=2
+    HOROVOD_RANK=1 PADDLE_TRAINERS_NUM=2 PBS_NUM_NODES=2 NHOSTS=2 PBS_NODEFILE=two PE_HOSTFILE=two
+    MACHINE_RANK=1 NEXT_NUM_NODES=2 NEXT_COMM_WORLD_SIZE=2 NEXT_TASK_RANK=1
+"""
+ALONE = """
+    MY_RANK=1 LORA_RANK=16 PAGE_RANK=7 LOGNAME=5 NUM_WORKERS=8 CI_NODE_TOTAL=4 CI_NODE_INDEX=2
+    CIRCLE_NODE_INDEX=1 SLURM_ARRAY_TASK_ID=3 SLURM_JOB_NUM_NODES=2 PBS_ARRAY_INDEX=3 NSLOTS=8
+    JOB_COMPLETION_INDEX=3 PBS_NODEFILE=one PBS_NODEFILE=none OMPI_UNIVERSE_SIZE=8 NPROC=8 NPROCS=8
+    BATCH_SIZE=64 GROUP_SIZE=128 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 SKYPILOT_NUM_GPUS_PER_NODE=8
+    SM_HOSTS=["algo-1"] PET_NNODES=1:1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto ALLOWED_HOSTS=a,b
+    PYTEST_XDIST_WORKER_COUNT=4 MV2_VBUF_TOTAL_SIZE=9000 NODE_VERSION=20 OMPI_COMM_WORLD_SIZE=1
+"""
 CONTRADICTED = "the environment says"
 ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
 NO_ADDRESSES = """
@@ -192,6 +235,23 @@ def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: s
     use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
     told = f"{variable}=true: this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
     assert str(raised.value) == told
+
+
+def test_asked_for_several_by_any_name_none_trains_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one").write_text("n1\nn1\n")
+    (tmp_path / "two").write_text("n1 4 all.q@n1 UNDEFINED\nn2 4 all.q@n2 UNDEFINED\n")
+    for word in SEVERAL.split():
+        env = dict([word.split("=", 1)])
+        with pytest.raises(UsageError, match=f"^{re.escape(word)}: asks for several processes"):
+            find_launch(Distribution(), env)
+        assert all(map(LAUNCHER_VARIABLES.fullmatch, env))  # worlds of `verify` do not have it
+        if "WORLD_SIZE" not in word and "PMI_SIZE" not in word:  # Accelerate reads these
+            assert find_launch(Distribution(), env, trains=False) == Launch()
+    for word in ALONE.split():
+        assert find_launch(Distribution(), dict([word.split("=", 1)])) == Launch()
 
 
 def test_what_does_not_train_is_alone_in_the_shell_of_a_job_and_together_under_srun() -> None:

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import socket
@@ -7,12 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_mnist.cluster import rendezvous
+from ddp_mnist.cluster import main_port, rendezvous
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import JoinRequest, join_store
@@ -123,6 +125,37 @@ def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
     with pytest.raises(UsageError, match=f"^port {stranger}: cannot be opened here \\(Address al"):
         join_store(place(0, 2, stranger), 60)
     assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("host", "listens"),
+    [
+        *((own, own) for own in ("127.0.0.1", "::1", "127.0.1.1", "0.0.0.0")),
+        *(("localhost", "127.0.0.1"), ("10.0.0.1", "0.0.0.0"), ("debian", "::")),
+    ],
+)
+def test_loopback_is_kept_to_this_machine(
+    host: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own name, which stands for 127.0.1.1 on Debian, has another address elsewhere."""
+    known = socket.getaddrinfo
+    resolve = lambda name, *a, **k: known("127.0.1.1" if name == "debian" else name, *a, **k)  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    main_port.serve_store(host, port := free_port(), 5)
+    found = [each.laddr for each in psutil.Process().net_connections() if each.status == "LISTEN"]
+    assert [laddr.ip for laddr in found if laddr.port == port] == [listens]
+
+
+def test_a_loopback_that_is_down_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    down = OSError(errno.ENETUNREACH, "Network is unreachable")
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=down))
+    lo = (
+        r"Network is unreachable\); this machine cannot reach itself, is the interface lo up \(ip l"
+    )
+    for rank, kind in ((0, UsageError), (1, PeerError)):
+        launch = Launch("tcp", rank, 2, main_host="127.0.0.1", main_port=free_port())
+        with pytest.raises(kind, match=lo):
+            main_port.open_store(launch, f"rank {rank}", 0.1)
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:

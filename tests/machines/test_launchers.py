@@ -74,11 +74,11 @@ def test_the_courses_own_line(way: str, alone: Path, tmp_path: Path) -> None:
         assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 
-def test_a_config_with_a_compiler_debug_and_affinity_changes_no_weight(
+def test_a_config_with_a_compiler_and_affinity_changes_no_weight(
     alone: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "own.yaml").write_text(
-        "{distributed_type: MULTI_GPU, num_processes: 2, debug: true, enable_cpu_affinity: true,"
+        "{distributed_type: MULTI_GPU, num_processes: 2, enable_cpu_affinity: true,"
         " dynamo_config: {dynamo_backend: EAGER}}"
     )
     words = [*ACCELERATE, "own.yaml", *TRAIN, *PROOF.split(), "run", "--grad-accum", "4"]

@@ -56,13 +56,13 @@ class Cluster:
         there = '[ ! -d ~/.ssh ] || mount -t tmpfs none ~/.ssh; exec bash "$@"'
         names = [f"{user}{self.hosts.address(index)}" for index in on]
         command = self.hosts.command(0, "sh", "-c", there, "sh", SCRIPT, *names)
-        own = {"FOLDER": "$HOME/clone", "ARGS": "", **variables}  # `make test-system` has an ARGS
+        own = {"FOLDER": str(REPOSITORY), "ARGS": "", **variables}  # `make test-system` has an ARGS
         return Started(command, self.disks[0], own, program=None, terminal=terminal)
 
     def trains(self, name: str, **more: Any) -> tuple[Path, Started]:
         """Start a long run on two hosts; return its folder, and it, once it has saved."""
         run = self.disks[0] / name
-        started = self.start(0, 1, ARGS=f"{LONG} $$HOME/{name}", **more)
+        started = self.start(0, 1, ARGS=f"{LONG} {run}", **more)
         wait_until(lambda: newest_step(run), PATIENCE_S, every_s=0.1)
         return run, started
 
@@ -98,7 +98,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             if index:
                 shutil.copytree(folders[0], folder)
             (folder / "sshd_config").write_text(sshd_config(disk, by_key=index < 2))
-            (disk / "clone").symlink_to(REPOSITORY)
             (disk / "slow.py").write_text(SLOW)
             daemons.append(subprocess.Popen(hosts.command(index, SSHD, "-D", "-E", f"{disk}/log")))
         logs = [disk / "log" for disk in disks]
@@ -150,7 +149,9 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 def test_two_hosts_train_as_one_process(cluster: Cluster, alone: Path) -> None:
     """Hosts with their own name at loopback; named with a user, as for ssh."""
-    ended = cluster.start(0, 1, user="root@", ARGS=f"{PROOF} $$HOME/run").ended(PATIENCE_S)
+    ended = cluster.start(0, 1, user="root@", ARGS=f"{PROOF} {cluster.disks[0]}/run").ended(
+        PATIENCE_S
+    )
     ended.succeeds()
     run, name = cluster.disks[0] / "run", cluster.hosts.names[0]
     assert cluster.said(ended, 1, "root@")[1:] == [
@@ -186,6 +187,28 @@ def test_one_host_is_refused(tmp_path: Path) -> None:
     ended = Started(["bash", SCRIPT, "host"], tmp_path, program=None).ended()
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == "ssh.sh: give at least two hosts, the one of rank 0 first\n"
+
+
+def test_folder_and_flags_arrive_as_typed_and_none_is_run(tmp_path: Path) -> None:
+    (folder := tmp_path / "it's $HOME").mkdir()
+    show = "import sys; print(sys.argv[1:])"
+    (folder / "Makefile").write_text(f"train-multinode:\n\t@{sys.executable} -c '{show}' $(ARGS)\n")
+    ssh = tmp_path / "ssh"  # which runs on this machine what it is to run there
+    ssh.write_text('#!/bin/sh\nfor last in "$@"; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+
+    def start(args: str) -> Ended:
+        there = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(folder), "ARGS": args}
+        return Started(["bash", SCRIPT, "a", "b"], tmp_path, there, program=None).ended()
+
+    for args, words in {
+        "": [],
+        """--dataset '/my photos' "it's" é""": ["--dataset", "/my photos", "it's", "é"],
+        "a;touch<x $(id) `id` $HOME": ["a;touch<x", "$(id)", "`id`", "$HOME"],
+    }.items():
+        assert sorted(start(args).succeeds().splitlines()) == [f"{name}: {words}" for name in "ab"]
+    refused = start("it's")
+    assert (refused.code, refused.err.splitlines()[-1]) == (2, "ssh.sh: ARGS=it's: close the quote")
 
 
 @pytest.mark.parametrize("kind", ["down", "asks for a password"])

@@ -108,6 +108,18 @@ def test_make_train_takes_all_gpus_or_else_processes_on_the_cpu(checkout: Path) 
     assert not (checkout / ".venv").exists()
 
 
+def test_what_another_launcher_left_in_the_shell_changes_no_target(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PET_NNODES", "ACCELERATE_USE_FSDP", "PET_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, "2")
+    (checkout / "env").write_text("#!/bin/sh\nenv | grep -E '^(PET|ACCELERATE)_'\n")
+    for target in ("train", "train-single", "train-multinode", "doctor"):
+        command = ["make", "-s", target, "VENV=", "PYTHON=sh env", "MAKELEVEL="]
+        printed = Started(command, checkout, program=None).ended(20).out
+        assert {*printed.split()} == {"PET_SIGNALS_TO_HANDLE=2"}
+
+
 def test_make_alone_lists_the_targets(checkout: Path) -> None:
     listed = [line.split()[1] for line in make(checkout).out.splitlines()]
     wanted = "venv train train-single train-multi train-multinode evaluate test test-system soak"
