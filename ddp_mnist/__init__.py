@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 # `python -m`, so torchrun too, puts the working folder first, where the user's evaluate.py or
 # random.py would stand in for the library. Last, it still has the modules of --model and its like.
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    sys.path.sort(key=sys.path[0].__eq__)
+    sys.path.append(sys.path.pop(0))
 
 # OpenMP's threads wait for each other by spinning, for milliseconds unless told otherwise. If other
 # programs hold the cores, the thread they wait for cannot run meanwhile. Fewer spins cost some
