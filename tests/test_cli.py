@@ -222,7 +222,7 @@ def test_a_python_or_a_folder_in_which_nothing_can_run(tmp_path: Path) -> None:
         assert done.stderr == f"ddp-mnist: error: {line} (code 2)\n"
 
 
-def test_fault_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> None:
+def test_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> None:
     """Not those of Python, nor of a package; of those that it starts see test_local_world.py."""
     for name in ("random", "logging", "torch", "evaluate", "accelerate", "datasets", "psutil"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was run')")
