@@ -17,7 +17,7 @@ Connection = tuple[int, int]  # its descriptor and inode, as descriptors are use
 def _connected() -> Iterator[tuple[Connection, socket.socket]]:
     """Yield each TCP connection, with a duplicate that is closed after its turn."""
     for number in (int(each.name) for each in Path("/dev/fd").iterdir()):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed meanwhile, no socket, or not connected
             found = os.fstat(number)
             if stat.S_ISSOCK(found.st_mode):
                 with socket.socket(fileno=os.dup(number)) as duplicate:

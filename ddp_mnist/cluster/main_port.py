@@ -4,7 +4,9 @@ The store has no authentication. It listens on all interfaces, so the main port 
 network; on loopback alone if that is where all look for it.
 """
 
+import contextlib
 import errno
+import resource
 import socket
 import time
 from datetime import timedelta
@@ -64,6 +66,7 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     `host` is the name by which the other ranks reach it.
     """
     if port not in SERVED:  # otherwise this process is training a second time
+        allow_open_files()
         own = loopback_of(host) or "127.0.0.1"  # it reaches itself so, whatever the others use
         try:
             with _listen(host, port) as server:
@@ -78,6 +81,13 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
                 " give every process another port"
             ) from None
     return SERVED[port]
+
+
+def allow_open_files() -> None:
+    """Allow this process as many open files as it may ask for: each rank holds two of them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # beyond what the system has
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -310,7 +310,10 @@ class Store:
             first = self._failure_in(self.call("compare_set", FAILURE, "", json.dumps(mine)))
             self.end_waits()
             self.wake_all()
-        except RuntimeError:  # rank 0 served the store and is dead
+        except (
+            RuntimeError,
+            PeerError,
+        ):  # rank 0 served the store and is dead, or a stranger wrote
             return None
         self.lost = first["lost"]
         return None if first == mine else first
@@ -379,7 +382,7 @@ class Store:
                 self.lost = self._failure_in(self.call("get", FAILURE))["lost"]
             else:
                 self.lost = [first]
-        except RuntimeError:
+        except (RuntimeError, PeerError):
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 

@@ -201,7 +201,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f" the machines, or set {variable} to the interface that leads there"
         ) from error
     connections = keep_alive() - before
-    if backend == "gloo":  # NCCL's watchdog judges by itself
+    if backend == "gloo" and connections:  # which the heartbeat can break; NCCL's watchdog judges
         dist.set_timeout(FOREVER, dist.group.WORLD)
         store.connections = connections
 
