@@ -61,9 +61,11 @@ class Heartbeat(threading.Thread):
         """
         wake, longest_s = wake_key(self.store.rank), self.silence_s + self.every_s - CANCEL_S
         try:
-            while not self.mains.left.is_set():
+            while True:
                 # Another rank writes this key when it fails, or looks for dead ranks.
                 woken = self.store.wait(wake, self.every_s, answer_s=longest_s)
+                if self.mains.left.is_set():
+                    return
                 if woken:
                     self.store.call("delete_key", wake)
                 self.beat(periodic=not woken)

@@ -1,4 +1,4 @@
-"""Where a thread is, or an error came from: in a call to other ranks, or in code that works."""
+"""Where a thread is, or an error started: in a call to other ranks, or in code that works."""
 
 import sys
 import traceback
@@ -19,7 +19,7 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_in(error: BaseException) -> list[FrameType]:
-    """Return the frames that an error came through, the innermost first."""
+    """Return the frames that an error went through, the innermost first."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
 
 

@@ -131,7 +131,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
 
 
 def prediction_of(task: Task, outputs: Tensor, top: int) -> Answer:
-    """Return what the outputs [1, outputs] for an image mean, for JSON, with the `top` classes."""
+    """Return, for JSON, the answer in outputs [1, outputs] for an image, with the `top` classes."""
     if not isinstance(task, Classification):
         numbers = [float(f"{x:.7g}") for x in task.predict(outputs)[0].tolist()]
         return {"prediction": dict(zip(task.names, numbers, strict=True))}
