@@ -60,9 +60,9 @@ def import_once(flag: str, name: str) -> ModuleType:
     here, dotted = str(Path.cwd()), name.partition(":")[0]
     if here not in sys.path:
         sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
-    if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
-        # a stranger's run might name os:abort
-        raise UsageError(f"{flag} {name}: is Python's own; name a module of yours")
+    if dotted.partition(".")[0] in sys.stdlib_module_names:  # a stranger's run may name os:abort
+        fix = "name a module of yours, and rename it if it has that name"
+        raise UsageError(f"{flag} {name}: is Python's own; {fix}")
     with blame(f"{flag} {name}", UsageError, f"correct it, or name another module in {here}"):
         importlib.invalidate_caches()  # the file may be newer than Python's listing of its folder
         module = importlib.import_module(dotted)

@@ -120,6 +120,7 @@ def test_fault_17_fault_18_a_late_node_and_a_link_that_is_cut_for_3_s_and_for_go
 ) -> None:
     run = tmp_path / "host0" / "run"
     flags = ["--epochs", "400", "--checkpoint-every", "5", "--dist-timeout", "8", "--quiet"]
+    flags += ["--start-timeout", "60"]
     with Hosts(2) as hosts:
         started = train(hosts, tmp_path, *flags, late_s=5)
         wait_until(lambda: newest_step(run))
