@@ -6,6 +6,7 @@ on two processes drifts a hundredth away from one process, float64 some 1e-13.
 
 import itertools
 import math
+import re
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -292,8 +293,8 @@ def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | N
         return check_result.failure_summary("verify", checks)
     name = MISTAKES[fault].caught_by
     # Any breakdown of the runs has this name; with `exit`, it must be a rank that was waited for.
-    begins = "PeerError: lost contact" if name == "runs" else ""
-    found = {c.status for c in checks if c.name == name and c.text.startswith(begins)}
+    begins = r"PeerError: all \d+ ranks are alive, but have waited" if name == "runs" else ""
+    found = {c.status for c in checks if c.name == name and re.match(begins, c.text)}
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
     if found == {FAIL}:
         text = f"caught by '{name}', as it should be; leave out --inject for the real check"
