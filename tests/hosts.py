@@ -139,6 +139,23 @@ class Hosts:
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
 
+    def forget_idle(self, index: int, seconds: int) -> None:
+        """Give host `index` a firewall that forgets a connection in which nothing was said so long.
+
+        Its packets are dropped from then on, without a word, as the firewalls of clouds do.
+        """
+        inside = ["ip", "netns", "exec", self.names[index]]
+        names = {"tcp_timeout_established": seconds, "tcp_loose": 0}
+        run(
+            *inside,
+            "sysctl",
+            "-qw",
+            *(f"net.netfilter.nf_conntrack_{n}={v}" for n, v in names.items()),
+        )
+        drop = "type filter hook {} priority 0; ct state invalid drop;"
+        chains = (f"chain {hook}s {{ {drop.format(hook)} }};" for hook in ("input", "output"))
+        run(*inside, "nft", f"table inet firewall {{ {' '.join(chains)} }}")
+
     def pids(self, index: int) -> list[int]:
         listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True)
         return [int(pid) for pid in listed.stdout.split()]

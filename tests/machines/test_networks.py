@@ -13,7 +13,7 @@ from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config.distribution import Distribution
 from tests.chaos import newest_step, wait_until
-from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
+from tests.commands import MAKE, REPOSITORY, Ended, Started, proof, require_programs
 from tests.hosts import Hosts, require_hosts, run
 from tests.run_checks import check_equal, status
 
@@ -27,11 +27,26 @@ def network() -> None:
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
 
 
+SLOW_DISK = """
+import os, time
+
+fsync = os.fsync
+
+def slow(file):
+    if "step-00000015" in os.readlink(f"/proc/self/fd/{file}"):
+        time.sleep(45)
+    fsync(file)
+
+os.fsync = slow
+"""
+
+
 def on_host(hosts: Hosts, index: int, folder: Path, *command: str) -> Started:
     """Start a command in the host's own folder, which is its home and its disk."""
     disk = folder / f"host{index}"
     disk.mkdir(exist_ok=True)
     own = {"HOME": str(disk), "DDP_MNIST_CACHE": str(disk / "cache"), "OMP_NUM_THREADS": "1"}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(disk), os.environ.get("PYTHONPATH")]))
     return Started(hosts.command(index, *command), disk, own, program=None)
 
 
@@ -112,6 +127,31 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
 
 
 # --- Faults
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("forgets", [True, False])
+def test_fault_58_a_firewall_forgets_what_idles_and_a_link_is_dead_for_40_s(
+    forgets: bool, alone: Path, tmp_path: Path
+) -> None:
+    """It forgets after 20 s, and rank 0 saves for 45."""
+    require_programs("nft")
+    run = tmp_path / "host0" / "run"
+    with Hosts(2) as hosts:
+        if forgets:
+            hosts.forget_idle(1, 20)
+            run.parent.mkdir()
+            (run.parent / "sitecustomize.py").write_text(SLOW_DISK)
+        started = train(hosts, tmp_path, "--checkpoint-every", "5", "--start-timeout", "60")
+        if not forgets:
+            wait_until(lambda: newest_step(run))
+            hosts.cut(1)
+            time.sleep(40)
+            hosts.mend(1)
+        for ended in ends_of(started):
+            assert (ended.code, "waiting" in ended.err) == (0, False), ended.err
+    assert status(run) == ("finished", 0)
+    check_equal(run, alone, 2, num_machines=2)
 
 
 @pytest.mark.soak
