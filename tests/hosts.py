@@ -139,22 +139,19 @@ class Hosts:
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
 
-    def forget_idle(self, index: int, seconds: int) -> None:
-        """Give host `index` a firewall that forgets a connection in which nothing was said so long.
-
-        Its packets are dropped from then on, without a word, as the firewalls of clouds do.
-        """
-        inside = ["ip", "netns", "exec", self.names[index]]
-        names = {"tcp_timeout_established": seconds, "tcp_loose": 0}
-        run(
-            *inside,
-            "sysctl",
-            "-qw",
-            *(f"net.netfilter.nf_conntrack_{n}={v}" for n, v in names.items()),
-        )
-        drop = "type filter hook {} priority 0; ct state invalid drop;"
+    def drop(self, index: int, packets: str) -> None:
+        """Let a firewall of host `index` drop these packets, in nft's words, and say nothing."""
+        drop = f"type filter hook {{0}} priority 0; {packets} drop;"
         chains = (f"chain {hook}s {{ {drop.format(hook)} }};" for hook in ("input", "output"))
+        inside = ["ip", "netns", "exec", self.names[index]]
         run(*inside, "nft", f"table inet firewall {{ {' '.join(chains)} }}")
+
+    def forget_idle(self, index: int, seconds: int) -> None:
+        """Let the firewall of host `index` forget a connection in which nothing is said so long."""
+        names = {"tcp_timeout_established": seconds, "tcp_loose": 0}
+        values = [f"net.netfilter.nf_conntrack_{name}={value}" for name, value in names.items()]
+        run("ip", "netns", "exec", self.names[index], "sysctl", "-qw", *values)
+        self.drop(index, "ct state invalid")
 
     def pids(self, index: int) -> list[int]:
         listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True)

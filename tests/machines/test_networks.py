@@ -94,6 +94,20 @@ def test_fault_51_addresses_that_do_not_meet_are_named(tmp_path: Path) -> None:
     assert offers in second.err
 
 
+def test_fault_60_large_packets_that_vanish_are_told_from_a_lost_rank(tmp_path: Path) -> None:
+    require_programs("nft")
+    with Hosts(2) as hosts:
+        hosts.drop(1, "meta length > 1300")
+        address = hosts.address(1)
+        both = ends_of(train(hosts, tmp_path, "--start-timeout", "60", "--dist-timeout", "6"))
+    assert [ended.code for ended in both] == [6, 6]
+    lines = [line for ended in both for line in ended.err.splitlines() if "error" in line]
+    [line] = lines
+    assert "all 2 ranks are alive, but have waited for each other for 6 s (rank 0" in line
+    assert f"and the network pass large packets (does `ping -M do -s 1472 {address}` work?)" in line
+    assert status(tmp_path / "host0" / "run") == ("failed", 6)
+
+
 # --- The doctor
 
 

@@ -23,6 +23,7 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import checkpoint
@@ -51,7 +52,36 @@ def wait_for_step(run: Path, step: int) -> None:
     wait_until(lambda: newest_step(run) >= step)
 
 
-# --- A process is lost
+# --- A process is lost, or slow
+
+
+def _with_a_slow_disk(config: TrainConfig) -> None:
+    """Train; on rank 0 the disk hangs at the first checkpoint, the end's status, and the model."""
+    flush, waited = os.fsync, list[str]()
+
+    def wait_and_flush(file: int) -> None:
+        where = str(Path(f"/proc/self/fd/{file}").readlink())
+        says = Path(where).read_text(errors="replace") if "status" in where else ""
+        for part in ("step-", "model.safetensors", '"phase": "test"'):
+            if (part in where or part in says) and part not in waited:
+                waited.append(part)
+                time.sleep(6)
+        flush(file)
+
+    os.fsync = wait_and_flush
+    watch.just_train(config)
+    assert os.environ["RANK"] != "0" or len(waited) == 3
+
+
+@pytest.mark.system
+def test_fault_59_a_rank_that_saves_for_three_time_outs_is_waited_for(tmp_path: Path) -> None:
+    models = []
+    for train in (_with_a_slow_disk, watch.just_train):
+        run = tmp_path / train.__name__
+        run_world(2, train, config_of("patient", run, "--dist-timeout", "2"), folder=tmp_path)
+        assert status(run) == ("finished", 0)
+        models.append((run / MODEL).read_bytes())
+    assert models[0] == models[1]
 
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
