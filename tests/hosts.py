@@ -139,10 +139,13 @@ class Hosts:
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
 
-    def drop(self, index: int, packets: str) -> None:
-        """Let a firewall of host `index` drop these packets, in nft's words, and say nothing."""
+    def drop(self, index: int, packets: str, *hooks: str) -> None:
+        """Let a firewall of host `index` drop these packets, in nft's words, and say nothing.
+
+        `hooks` are input, for what arrives, and output.
+        """
         drop = f"type filter hook {{0}} priority 0; {packets} drop;"
-        chains = (f"chain {hook}s {{ {drop.format(hook)} }};" for hook in ("input", "output"))
+        chains = (f"chain {hook}s {{ {drop.format(hook)} }};" for hook in hooks)
         inside = ["ip", "netns", "exec", self.names[index]]
         run(*inside, "nft", f"table inet firewall {{ {' '.join(chains)} }}")
 
@@ -151,7 +154,7 @@ class Hosts:
         names = {"tcp_timeout_established": seconds, "tcp_loose": 0}
         values = [f"net.netfilter.nf_conntrack_{name}={value}" for name, value in names.items()]
         run("ip", "netns", "exec", self.names[index], "sysctl", "-qw", *values)
-        self.drop(index, "ct state invalid")
+        self.drop(index, "ct state invalid", "input", "output")
 
     def pids(self, index: int) -> list[int]:
         listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True)

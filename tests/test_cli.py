@@ -202,7 +202,7 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
-def test_a_python_or_a_folder_in_which_nothing_can_run(tmp_path: Path) -> None:
+def test_fault_66_a_python_or_a_folder_in_which_nothing_can_run(tmp_path: Path) -> None:
     started = (
         "import os, sys; os.rmdir(os.getcwd()); from ddp_mnist import cli; cli.main(sys.argv[1:])"
     )
@@ -222,7 +222,7 @@ def test_a_python_or_a_folder_in_which_nothing_can_run(tmp_path: Path) -> None:
         assert done.stderr == f"ddp-mnist: error: {line} (code 2)\n"
 
 
-def test_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> None:
+def test_fault_66_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> None:
     """Not those of Python, nor of a package; of those that it starts see test_local_world.py."""
     for name in ("random", "logging", "torch", "evaluate", "accelerate", "datasets", "psutil"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was run')")

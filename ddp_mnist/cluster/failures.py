@@ -16,7 +16,16 @@ from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code
 from ddp_mnist.system.text import reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
-LOST = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
+LOST = (
+    "no sign of life",
+    "connection",
+    "timed out",
+    "timeout",
+    "socket",
+    "broken pipe",
+    "gloo",
+    "nccl",
+)
 A_GPU_EACH = "give each process its own GPU, or share one with --backend gloo"
 
 

@@ -46,7 +46,7 @@ def test_nccls_own_reason_is_given(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ConnectionError, TimeoutError])
-def test_an_error_of_ones_own_code_is_no_broken_connection_whatever_it_says(
+def test_fault_64_an_error_of_ones_own_code_is_no_broken_connection_whatever_it_says(
     error: type[Exception],
 ) -> None:
     def own_code() -> None:
@@ -57,6 +57,18 @@ def test_an_error_of_ones_own_code_is_no_broken_connection_whatever_it_says(
         own_code()
     assert type(raised.value) is error
     assert zero.failure()["code"] == 1  # type: ignore[index]
+
+
+def test_a_store_that_does_not_answer_is_a_lost_rank() -> None:
+    class Frozen(dist.HashStore):
+        def get(self, key: str) -> bytes:
+            time.sleep(1)
+            return key.encode()
+
+    store = Store(Frozen(), 1, 2, patience_s=0.1)
+    line = r"lost contact with rank 0 of 2 \(no sign of life for 0.1 s\)"
+    with pytest.raises(PeerError, match=line), propagate_first_error(store):
+        store.call("get", "key")
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: s
     assert str(raised.value) == told
 
 
-def test_asked_for_several_by_any_name_none_trains_alone(
+def test_fault_62_asked_for_several_by_any_name_none_trains_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
@@ -65,6 +67,30 @@ def test_fault_22_ranks_with_other_flags_packages_or_code_are_refused(
     line = rf"{what}: rank 0 has \S+, rank 1 has {OTHER[what]}; start every "
     assert re.match(line, str(reported))
     assert not (tmp_path / "run").exists()
+
+
+# --- The end
+
+
+def leave_without_a_word() -> str:
+    """Do all the work; then rank 1 is gone."""
+    flags = Distribution(cpu=True, dist_timeout=1.5)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), world.join_world(flags, find_launch(flags)) as here:
+        here.accelerator.wait_for_everyone()
+        if here.store.rank == 1:
+            os._exit(0)
+    return told.getvalue()
+
+
+def test_fault_61_a_rank_that_is_gone_when_all_is_done_spoils_nothing(tmp_path: Path) -> None:
+    line, gone = LocalWorld(2, leave_without_a_word, folder=tmp_path).outcomes()
+    assert isinstance(gone, ConnectionError)
+    assert re.fullmatch(
+        r"ddp-mnist: warning: all is done, but the ranks could not say goodbye \(lost contact with"
+        r" rank 1 of 2 \(no sign of life for 1.5 s\); see what .*\n",
+        line,
+    )
 
 
 def join_twice_beside_another_accelerator() -> list[str]:

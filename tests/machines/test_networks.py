@@ -97,10 +97,10 @@ def test_fault_51_addresses_that_do_not_meet_are_named(tmp_path: Path) -> None:
 def test_fault_60_large_packets_that_vanish_are_told_from_a_lost_rank(tmp_path: Path) -> None:
     require_programs("nft")
     with Hosts(2) as hosts:
-        hosts.drop(1, "meta length > 1300")
+        hosts.drop(1, "meta length > 1300", "input")
         address = hosts.address(1)
         both = ends_of(train(hosts, tmp_path, "--start-timeout", "60", "--dist-timeout", "6"))
-    assert [ended.code for ended in both] == [6, 6]
+    assert [ended.code for ended in both] == [6, 6], [e.err + e.out for e in both]
     lines = [line for ended in both for line in ended.err.splitlines() if "error" in line]
     [line] = lines
     assert "all 2 ranks are alive, but have waited for each other for 6 s (rank 0" in line

@@ -100,7 +100,7 @@ def test_a_net_that_cannot_be_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("code", NOT_COMPUTED | NOT_TRAINED)
-def test_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
+def test_fault_63_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
     init, forward = (code, "super().forward(x)") if code in NOT_TRAINED else ("pass", code)
     own_file.write_text(OWN + VARIANT.format(init=init, forward=forward))
     line = refused("own_net:Own")

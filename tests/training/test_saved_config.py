@@ -52,7 +52,7 @@ def _train_otherwise(config: TrainConfig, variables: dict[str, str]) -> dict[str
         ("mlp", {"OMP_NUM_THREADS": "2"}, False),
     ],
 )
-def test_fault_22_ranks_on_which_a_step_has_other_bits(
+def test_fault_65_ranks_on_which_a_step_has_other_bits(
     net: str, variables: dict[str, str], drifts: bool, tmp_path: Path
 ) -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":

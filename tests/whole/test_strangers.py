@@ -28,7 +28,7 @@ NOT_READ = {  # by how they begin
 }
 
 
-def test_no_image_is_a_program(
+def test_fault_67_no_image_is_a_program(
     here: Path, typed: Typed, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", fake_ghostscript(here))
@@ -73,7 +73,7 @@ IN_A_CARD = ["data_files: {}", "data_files: [{{split: train, path: {}}}]", "data
 IN_A_CARD += ["data_files: 'zip://x.parquet::{}'"]
 
 
-def test_a_card_in_a_folder_makes_no_request(
+def test_fault_67_a_card_in_a_folder_makes_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for library in ("datasets.config", "huggingface_hub.constants"):
@@ -91,7 +91,7 @@ def test_a_card_in_a_folder_makes_no_request(
         assert hub.requests == []
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_fault_67_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").write_text("mine")
     (folder := tmp_path / "shared").mkdir()
     (folder / f".a.html.{os.getpid()}-0.tmp").symlink_to(mine)
@@ -110,7 +110,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 SENSELESS: dict[str, Any] = {"val_size": "x", "lr": [1], "loss": "os:abort", "image_size": "a"}
 
 
-def test_a_strangers_run_writes_nowhere_else_and_calls_nothing_of_pythons(
+def test_fault_67_a_strangers_run_writes_nowhere_else_and_calls_nothing_of_pythons(
     alone: Path, here: Path, typed: Typed
 ) -> None:
     shutil.copytree(alone, here / "run")
