@@ -291,9 +291,9 @@ def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | N
     if not fault:
         return check_result.failure_summary("verify", checks)
     name = MISTAKES[fault].caught_by
-    # Any breakdown of the runs has this name; with `exit`, it must be a rank that was waited for.
-    begins = "PeerError: lost contact" if name == "runs" else ""
-    found = {c.status for c in checks if c.name == name and c.text.startswith(begins)}
+    # Any breakdown of the runs has this name; with `exit`, it must be ranks that wait for ever.
+    sign = "have waited for each other" if name == "runs" else ""
+    found = {c.status for c in checks if c.name == name and sign in c.text}
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
     if found == {FAIL}:
         text = f"caught by '{name}', as it should be; leave out --inject for the real check"
