@@ -1,5 +1,4 @@
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from ddp_mnist import cli
@@ -230,7 +230,8 @@ def test_files_in_the_working_folder_stand_in_for_no_library(tmp_path: Path) -> 
     train = "train --dataset digits --epochs 1 --quiet --model"
     for words, code, line in (
         (f"{train} own:Net --run-dir a", 0, ""),
-        (f"{train} random:Net", 2, f"Python takes {random.__file__}, not {tmp_path}/random.py; re"),
+        (f"{train} random:Net", 2, "--model random:Net: is Python's own; name a module of yours"),
+        (f"{train} psutil:Net", 2, f"Python takes {psutil.__file__}, not {tmp_path}/psutil.py; re"),
     ):
         command = [sys.executable, "-m", "ddp_mnist", *words.split()]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
