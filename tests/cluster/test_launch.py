@@ -8,7 +8,6 @@ import pytest
 
 from ddp_mnist.cluster.launch import (
     LAUNCHER_VARIABLES,
-    NOT_DDP,
     Launch,
     config_flag,
     find_launch,
@@ -193,6 +192,7 @@ ALONE = """
     PYTEST_XDIST_WORKER_COUNT=4 MV2_VBUF_TOTAL_SIZE=9000 NODE_VERSION=20 OMPI_COMM_WORLD_SIZE=1
 """
 CONTRADICTED = "the environment says"
+NOT_DDP = "FSDP DEEPSPEED MEGATRON_LM PARALLELISM_CONFIG SAGEMAKER"
 ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
 NO_ADDRESSES = """
     tcp tcp:// tcp://h tcp://h: tcp://:1 tcp://h:0 tcp://h:-1 tcp://h:65536 tcp://h:port
@@ -226,7 +226,10 @@ def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
-@pytest.mark.parametrize("variable", NOT_DDP)
+@pytest.mark.parametrize(
+    "variable",
+    [*(f"ACCELERATE_USE_{x}" for x in NOT_DDP.split()), "ACCELERATE_IN_TPU_POD"],
+)
 def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: str) -> None:
     for off in ("", "0", "False"):
         find_launch(Distribution(), {variable: off})
