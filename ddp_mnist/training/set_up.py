@@ -87,7 +87,8 @@ def resolve_run(
 ) -> TrainingRun:
     """Return the run, once its flags are resolved for its images and this world size.
 
-    A flag that was typed counts, else the earlier run's, else what fits these images.
+    A flag that was typed counts, else the earlier run's, else what fits these images. Images that
+    --weights has seen neither validate nor test.
     """
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
@@ -108,7 +109,11 @@ def resolve_run(
         resume.check_same_images(name, images.digest, earlier)
     images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     config, recipe = resolve(config, name, images, world.store.world_size)
-    images = without_seen(images, config, found, earlier)
+    seen, weights = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
+    images = images.without(seen, f"--weights {weights} was trained on some")
+    if UNKNOWN in found.seen and not earlier:
+        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
+        images = images.with_caveat(f"{without}, this may test on images that it has seen")
     return make_run(config, recipe, world, images, found)
 
 
@@ -160,18 +165,6 @@ def resolve(
     cache_dir = flags.cache_dir and str(cache.cache_folder(flags.cache_dir).absolute())
     run = replace(flags, dataset=from_anywhere(dataset), cache_dir=cache_dir)
     return replace(config, run=run, recipe=resolved), recipe
-
-
-def without_seen(
-    images: ImageData, config: TrainConfig, found: NamedObjects, earlier: EarlierRun | None
-) -> ImageData:
-    """Return the data set without the images to validate or test on that --weights has seen."""
-    seen, weights = earlier.saved["left_out"] if earlier else found.seen, found.weights
-    images = images.without(seen, f"--weights {config.recipe.weights} was trained on some")
-    if UNKNOWN in found.seen and not config.resumes:
-        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
-        images = images.with_caveat(f"{without}, this may test on images that it has seen")
-    return images
 
 
 # --- The folder
