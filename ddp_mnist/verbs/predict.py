@@ -64,6 +64,7 @@ def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterat
 
     In a task of numbers, these follow the file.
     """
+
     def padded(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
 
