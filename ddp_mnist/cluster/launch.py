@@ -9,7 +9,6 @@ elsewhere: world.py joins the group, and device.py chooses the local rank, the d
 import contextlib
 import ctypes
 import ipaddress
-import logging
 import os
 import re
 import signal
@@ -139,9 +138,6 @@ def _refuse_variables(env: Mapping[str, str]) -> None:
             use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
             not_ddp = f"this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
             raise UsageError(f"{name}={value}: {NOT_HERE.get(name, not_ddp)}")
-    levels = logging.getLevelNamesMapping()
-    if (level := env.get("ACCELERATE_LOG_LEVEL", "INFO")).upper() not in levels:
-        raise UsageError(f"ACCELERATE_LOG_LEVEL={level}: choose from {', '.join(levels)}")
 
 
 def check_host(typed: str, host: str) -> None:

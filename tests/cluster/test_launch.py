@@ -169,7 +169,6 @@ REFUSED: list[tuple[Variables, str]] = [
     ),
     ({"ACCELERATE_TORCH_DEVICE": "meta"}, "ACCELERATE_TORCH_DEVICE=meta: would move tensors to"),
     ({"ACCELERATE_DEBUG_MODE": "true"}, "ACCELERATE_DEBUG_MODE=true: lets ranks send each other p"),
-    ({"ACCELERATE_LOG_LEVEL": "bogus"}, "ACCELERATE_LOG_LEVEL=bogus: choose from CRITICAL, "),
 ]
 # Of platforms and launchers that this program does not know by name, and of what is none.
 SEVERAL = """
