@@ -115,7 +115,8 @@ def find_source(dataset: str) -> Source:
     typed = f"--dataset {dataset}"
     if dataset in NAMED:
         note = f"{dataset} is the data set of that name; for the folder, give ./{dataset}"
-        return Source(dataset, *NAMED[dataset], typed, [note] * Path(dataset).is_dir())
+        notes = [note] if Path(dataset).is_dir() else []
+        return Source(dataset, *NAMED[dataset], typed, notes)
     path = Path(os.path.realpath(dataset))  # pathlib's raises an error for links in a circle
     with blame(typed, DataError):
         if dataset and path.is_dir():
