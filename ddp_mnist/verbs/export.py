@@ -89,7 +89,8 @@ def refuse_other_files(out: Path) -> None:
     """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
     about = files.read_if_whole(out / ABOUT)
-    if str(about.get("made_by")).startswith("ddp_mnist"):
+    is_earlier = about.keys() == {"architecture", "classes"}  # of an export without made_by
+    if is_earlier or str(about.get("made_by")).startswith("ddp_mnist"):
         others -= {CARD, ABOUT, folder.TRAINED_ON, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
