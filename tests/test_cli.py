@@ -230,12 +230,8 @@ def test_fault_66_files_in_the_working_folder_stand_in_for_no_library(tmp_path: 
     train = "train --dataset digits --epochs 1 --quiet --model"
     for words, code, line in (
         (f"{train} own:Net --run-dir a", 0, ""),
-        (
-            f"{train} random:Net",
-            2,
-            "random:Net: is Python's own; name a module of yours, and rename",
-        ),
-        (f"{train} psutil:Net", 2, f"Python takes {psutil.__file__}, not {tmp_path}/psutil.py"),
+        (f"{train} random:Net", 2, "--model random:Net: is Python's own; name a module of yours"),
+        (f"{train} psutil:Net", 2, f"Python takes {psutil.__file__}, not {tmp_path}/psutil.py; re"),
     ):
         command = [sys.executable, "-m", "ddp_mnist", *words.split()]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

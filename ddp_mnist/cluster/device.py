@@ -63,7 +63,7 @@ def choose_device(
     asked, by_launcher = flags.mixed_precision, os.environ.get(PRECISION)
     before, kept = earlier or {}, None
     # accelerate launch always names a precision: that counts once it is another than at the start.
-    same_launcher = (by_launcher or "no") == before.get("launcher_precision", "no")
+    same_launcher = not by_launcher or by_launcher == before.get("launcher_precision", "no")
     if asked == "auto" or (not asked and same_launcher):
         kept = before.get("mixed_precision")
     had_bf16 = before.get("has_bf16", True)  # else it was, and will be, emulated

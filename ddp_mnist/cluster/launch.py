@@ -9,7 +9,6 @@ elsewhere: world.py joins the group, and device.py chooses the local rank, the d
 import contextlib
 import ctypes
 import ipaddress
-import logging
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
@@ -41,14 +39,8 @@ SLURM_VARIABLES = {
 }
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PRECISION = "ACCELERATE_MIXED_PRECISION"  # each process of accelerate launch has it
-NOT_DDP = (  # set by accelerate launch for other kinds of training than DDP
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "ACCELERATE_USE_SAGEMAKER",
-    "ACCELERATE_IN_TPU_POD",
-)
+# Set by accelerate launch for other kinds of training than DDP, e.g. ACCELERATE_USE_FSDP
+NOT_DDP = re.compile(r"ACCELERATE_(USE_(?!CPU$)\w+|IN_TPU_POD)")
 NOT_HERE = {  # other variables of Accelerate that are refused, and why
     "ACCELERATE_TORCH_DEVICE": "would move tensors to a device that the trainer does not use; unset"
     " it, and use --cpu or CUDA_VISIBLE_DEVICES",
@@ -140,14 +132,12 @@ def find_launch(
 
 def _refuse_variables(env: Mapping[str, str]) -> None:
     """Raise UsageError for variables of Accelerate that ask for what this trainer does not do."""
-    for name in (*NOT_DDP, *NOT_HERE):
-        if env.get(name, "").lower() not in ("", "0", "false"):
+    for name, value in env.items():
+        is_off = value.lower() in ("", "0", "false")
+        if not is_off and (name in NOT_HERE or NOT_DDP.fullmatch(name)):
             use = f"use {config_flag('multi_gpu')} or multi_cpu.yaml"
             not_ddp = f"this trainer is DDP on NVIDIA GPUs or CPUs; {use}"
-            raise UsageError(f"{name}={env[name]}: {NOT_HERE.get(name, not_ddp)}")
-    levels = logging.getLevelNamesMapping()
-    if (level := env.get("ACCELERATE_LOG_LEVEL", "INFO")).upper() not in levels:
-        raise UsageError(f"ACCELERATE_LOG_LEVEL={level}: choose from {', '.join(levels)}")
+            raise UsageError(f"{name}={value}: {NOT_HERE.get(name, not_ddp)}")
 
 
 def check_host(typed: str, host: str) -> None:
@@ -179,13 +169,8 @@ def config_flag(name: str) -> str:
 def _from_address(flags: Distribution) -> Launch:
     """Read `--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
     shown = f"--init-method {flags.init_method}"
-    try:
-        url = urlsplit(flags.init_method or "")
-        host, port = url.hostname, url.port
-        rest = (url.path + url.query + url.fragment).strip("/")
-    except ValueError:  # from a malformed port or IPv6 address
-        host = port = None
-    if not host or not port or rest or url.scheme != "tcp":
+    url = re.fullmatch(r"tcp://(\[[^]]+\]|[^:/?#]+):([0-9]+)/*", str(flags.init_method))
+    if not url or not 0 < int(url[2]) < 2**16:
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
     if flags.rank is None or flags.world_size is None:
         raise UsageError(
@@ -193,7 +178,7 @@ def _from_address(flags: Distribution) -> Launch:
             " leave out all three"
         )
     numbers = (flags.rank, flags.world_size, flags.local_rank)
-    return Launch("tcp", *numbers, main_host=host, main_port=port)
+    return Launch("tcp", *numbers, main_host=url[1].strip("[]"), main_port=int(url[2]))
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:

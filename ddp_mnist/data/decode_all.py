@@ -94,6 +94,8 @@ def decode_all(
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
     is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not changed
+    same = alike(keys, decoded_keys)
+    careful = warnings_about(listing, rows, same, strata(targets), is_plain)
     about = {
         "classes": listing.classes,
         "image_format": {
@@ -104,9 +106,7 @@ def decode_all(
         },
         "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *converted],
-        "careful": warnings_about(
-            listing, rows, alike(keys, decoded_keys), strata(targets), is_plain
-        ),
+        "careful": careful,
     }
     arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
     return about, {**arrays, "part": part, "sums": sums}

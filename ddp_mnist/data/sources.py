@@ -23,6 +23,9 @@ from ddp_mnist.system.files import regular
 from ddp_mnist.system.text import did_you_mean, printable
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
+# Kind and place of the data sets that have a name
+NAMED = {name: (name, f"sklearn.datasets.{load.__name__}") for name, load in BUILT_IN.items()}
+NAMED |= {name: ("hub", hub_id) for name, hub_id in HUB_IDS.items()}
 
 
 @dataclass(frozen=True)
@@ -110,27 +113,22 @@ def find_source(dataset: str) -> Source:
     path.
     """
     typed = f"--dataset {dataset}"
-    beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
-    note = f"{dataset} is the data set of that name; for the folder, give ./{dataset}"
-    notes = [note] if beside else []
-    if dataset in BUILT_IN:
-        place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
-        return Source(dataset, dataset, place, typed, notes)
-    if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], typed, notes)
+    if dataset in NAMED:
+        note = f"{dataset} is the data set of that name; for the folder, give ./{dataset}"
+        notes = [note] if Path(dataset).is_dir() else []
+        return Source(dataset, *NAMED[dataset], typed, notes)
     path = Path(os.path.realpath(dataset))  # pathlib's raises an error for links in a circle
     with blame(typed, DataError):
         if dataset and path.is_dir():
             return Source(printable(path.name), "folder", str(path), typed)
         if dataset and path.exists():
             raise DataError(f"{typed}: is a file; give the folder it lies in")
-    names = [*HUB_IDS, *BUILT_IN]
-    near = did_you_mean(Path(dataset).name, [*names, *(e.name for e in path.parent.glob("*/"))])
+    near = did_you_mean(Path(dataset).name, [*NAMED, *(e.name for e in path.parent.glob("*/"))])
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise DataError(f"{typed}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, typed)
-    fix = f"choose from {', '.join(names)}, a Hub id (owner/name) or a folder"
+    fix = f"choose from {', '.join([*HUB_IDS, *BUILT_IN])}, a Hub id (owner/name) or a folder"
     raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
 
 

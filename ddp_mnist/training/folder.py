@@ -79,7 +79,9 @@ class RunFolder:
             state = "preempted" if isinstance(error, errors.Preempted) else "failed"
             self.record_outcome(state, errors.exit_code(error), text)
             if getattr(error, "blamed", not is_expected):
-                self.keep_traceback(error)
+                with contextlib.suppress(StorageError):  # the first error counts
+                    self.write_bytes(TRACEBACK, "".join(format_exception(error)).encode())
+                    error.traceback_file = f"{self.path}/{TRACEBACK}"  # type: ignore[attr-defined]
 
     def create(self, run_dir: str | None, dataset: str, begin_again: bool = False) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
@@ -167,13 +169,6 @@ class RunFolder:
         """Write the error that ended the run to status.json; if that fails, drop the new error."""
         with contextlib.suppress(StorageError):
             self.status(state=state, exit_code=exit_code, error=error)
-
-    def keep_traceback(self, error: BaseException) -> None:
-        """Write the whole traceback to a file; if that fails, drop the new error."""
-        if self.path:
-            with contextlib.suppress(StorageError):
-                self.write_bytes(TRACEBACK, "".join(format_exception(error)).encode())
-                error.traceback_file = str(self.path / TRACEBACK)  # type: ignore[attr-defined]
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replace the file atomically, with its digest in it. Raise StorageError."""

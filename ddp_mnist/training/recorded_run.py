@@ -18,9 +18,8 @@ from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.quick_import import import_metrics_meanwhile
 from ddp_mnist.system.text import quoted
-from ddp_mnist.training import checkpoint, lines, model_file, result
+from ddp_mnist.training import checkpoint, model_file, result, scores
 from ddp_mnist.training.folder import MODEL, SUMMARY, RunFolder
-from ddp_mnist.training.scores import warn_unless_finite
 from ddp_mnist.training.training_run import TrainingRun
 
 MISFIT = "undo what has changed in the code of the net or the optimizer, or begin a new run"
@@ -119,10 +118,10 @@ class RecordedRun(Run):
             metrics = {"epoch": progress.epoch - 1, **validation.as_log_line("val")}
             self.folder.log(progress.step, metrics)
             if self.is_rank0:
-                warn_unless_finite(validation)
+                scores.warn_unless_finite(validation)
         every = -(-epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == epochs or progress.stopped_by:
-            line = lines.epoch_line(progress.epoch - 1, epochs, means, validation, task.name)
+            line = scores.epoch_line(progress.epoch - 1, epochs, means, validation, task.name)
             self.console.print(line)
         if progress.stopped_by:
             flag = flag_name(progress.stopped_by)
@@ -131,7 +130,7 @@ class RecordedRun(Run):
     def progress_line(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
         total, step = self.run.recipe.total_steps, self.folder.step
-        return step / total, lines.step_line(self.line, step, total, self.left_s(), phase)
+        return step / total, scores.step_line(self.line, step, total, self.left_s(), phase)
 
     def left_s(self) -> float | None:
         """Return the seconds that the run will still take; None before its second sync point."""
@@ -163,7 +162,7 @@ class RecordedRun(Run):
         run, progress = self.run, state.progress
         self.folder.log(progress.step, {"epoch": progress.epoch - 1, **test.as_log_line("test")})
         if self.is_rank0:
-            warn_unless_finite(test)
+            scores.warn_unless_finite(test)
         state_dict, image_format = net.net.state_dict(), run.images.image_format
         content = model_file.to_bytes(state_dict, run.model, run.task, image_format)
         self.folder.write_bytes(MODEL, content)

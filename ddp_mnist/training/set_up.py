@@ -15,7 +15,6 @@ import numpy as np
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import StopSignals
-from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import wrong_on_purpose
@@ -50,7 +49,9 @@ def set_up_run(
     Raise a DdpMnistError on all ranks for whatever is missing, damaged, contradictory or different.
     """
     verbose = not config.run.quiet
-    answer_interrupts(stop, world, folder, verbose)
+    if verbose:
+        stop.on_first_sigint = partial(acknowledge, world)
+    stop.on_second_sigint = partial(report_last_checkpoint, folder)
     with (
         Console(verbose and world.store.rank == 0, must_arrive=False) as console,
         plan.narrated_elsewhere(world, verbose),
@@ -87,7 +88,8 @@ def resolve_run(
 ) -> TrainingRun:
     """Return the run, once its flags are resolved for its images and this world size.
 
-    A flag that was typed counts, else the earlier run's, else what fits these images.
+    A flag that was typed counts, else the earlier run's, else what fits these images. Images that
+    --weights has seen neither validate nor test.
     """
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
@@ -98,8 +100,7 @@ def resolve_run(
         config = replace(config, run=replace(config.run, image_size=size))
     if earlier and "dataset" not in config.typed:
         check_still_there(config.run.dataset, f"--resume {earlier.path}")
-    name, images = load_images(config, found, world.store, console)
-    images = replace(images, warnings=[*world.notes, *images.warnings])
+    name, images = load_images(config, found, world, console)
     if entry:
         model, image_format = config.recipe.model or "", images.image_format
         made = initial_weights.normalised_for(entry, model, image_format)
@@ -108,18 +109,22 @@ def resolve_run(
         resume.check_same_images(name, images.digest, earlier)
     images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     config, recipe = resolve(config, name, images, world.store.world_size)
-    images = without_seen(images, config, found, earlier)
+    seen, weights = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
+    images = images.without(seen, f"--weights {weights} was trained on some")
+    if UNKNOWN in found.seen and not earlier:
+        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
+        images = images.with_caveat(f"{without}, this may test on images that it has seen")
     return make_run(config, recipe, world, images, found)
 
 
 def load_images(
-    config: TrainConfig, found: NamedObjects, store: Store, console: Console
+    config: TrainConfig, found: NamedObjects, world: World, console: Console
 ) -> tuple[str, ImageData]:
     """Return the data set's name and images; each machine has them before the first collective.
 
     Rank 0 decides what `auto` means; any other name may stand for another place on each machine.
     """
-    flags, columns = config.run, found.task.columns if found.task else ()
+    flags, store, columns = config.run, world.store, found.task.columns if found.task else ()
     options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
     chosen, notes = store.broadcast_from_rank0(
         "dataset", lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print)
@@ -135,7 +140,8 @@ def load_images(
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     if bound := bound_together(store.rank_info.local_world_size):
         notes = [*notes, bound]
-    warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
+    wrong = wrong_on_purpose(config.recipe.inject)
+    warnings = [*wrong, *world.notes, *notes, *images.warnings]
     store.barrier()
     return name, replace(images, warnings=warnings)
 
@@ -160,18 +166,6 @@ def resolve(
     cache_dir = flags.cache_dir and str(cache.cache_folder(flags.cache_dir).absolute())
     run = replace(flags, dataset=from_anywhere(dataset), cache_dir=cache_dir)
     return replace(config, run=run, recipe=resolved), recipe
-
-
-def without_seen(
-    images: ImageData, config: TrainConfig, found: NamedObjects, earlier: EarlierRun | None
-) -> ImageData:
-    """Return the data set without the images to validate or test on that --weights has seen."""
-    seen, weights = earlier.saved["left_out"] if earlier else found.seen, found.weights
-    images = images.without(seen, f"--weights {config.recipe.weights} was trained on some")
-    if UNKNOWN in found.seen and not config.resumes:
-        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
-        images = images.with_caveat(f"{without}, this may test on images that it has seen")
-    return images
 
 
 # --- The folder
@@ -207,12 +201,6 @@ def open_folder(
 
 
 # --- What is said of Ctrl-C as it is pressed; what it does then, `fit` and the folder decide
-
-
-def answer_interrupts(stop: StopSignals, world: World, folder: RunFolder, verbose: bool) -> None:
-    """Let a first and a second Ctrl-C be answered at once."""
-    stop.on_first_sigint = partial(acknowledge, world) if verbose else stop.on_first_sigint
-    stop.on_second_sigint = partial(report_last_checkpoint, folder)
 
 
 def acknowledge(world: World) -> None:

@@ -62,9 +62,8 @@ def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] 
         extra_scores = {n: find_score(n) for n in config["metrics"]} if is_rank0 else {}
         trained = model_file.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
-            own_code.check_unchanged(
-                "--loss", loss, config["own_code"].get(f"--loss {loss}", ""), run
-            )
+            was = config["own_code"].get(f"--loss {loss}", "")
+            own_code.check_unchanged("--loss", loss, was, run)
         images = _load(flags, config, trained, store)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})

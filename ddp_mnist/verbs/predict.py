@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
 from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data import folders
@@ -63,7 +64,6 @@ def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterat
 
     In a task of numbers, these follow the file.
     """
-    from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
     def padded(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
@@ -189,10 +189,8 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
 def titled(name: str, answer: str) -> str:
     """Return the end of a file's name, and below it the answer, as lines above an image."""
-    from tqdm.utils import disp_len
-
     texts = printable(name[-LETTERS:]), answer
-    wide = max(map(disp_len, texts)) > max(map(len, texts))  # a Chinese letter takes two columns
+    wide = max(map(disp_len, texts)) > max(map(len, texts))
     return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
 
 

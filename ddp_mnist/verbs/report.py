@@ -98,17 +98,17 @@ def run(flags: Report) -> None:
 def read_run(path: Path) -> ReportedRun:
     """Return a run folder's content. Raise CheckpointError, which names a file that is damaged."""
     config = folder.read_config(path)
-    found, metrics = dict[str, dict[str, Any]](), path / folder.METRICS
-    for name in (folder.STATUS, folder.SUMMARY):
-        with blame(f"{path}/{name}", CheckpointError):
-            is_finished = found.get(folder.STATUS, {}).get("state") == "finished"
-            is_needed = name == folder.STATUS or is_finished or (path / name).exists()
-            found[name] = files.read_json(path / name) if is_needed else {}
-    status, summary = found.values()
+    metrics, summary_file = path / folder.METRICS, path / folder.SUMMARY
+    with blame(f"{path}/{folder.STATUS}", CheckpointError):
+        status = files.read_json(path / folder.STATUS)
+        is_finished = status["state"] == "finished"
+    with blame(str(summary_file), CheckpointError):
+        has_summary = is_finished or summary_file.exists()
+        summary = files.read_json(summary_file) if has_summary else {}
     with blame(str(metrics), CheckpointError):
         raw = files.regular(metrics).read_bytes() if metrics.exists() else b""
         is_as_written = summary.get("metrics_sha256") in (None, sha256(raw).hexdigest())
-        if status.get("state") == "finished" and not is_as_written:
+        if is_finished and not is_as_written:
             raise CheckpointError(f"{metrics}: {files.CHANGED}; put it back")
         # the last line of a run that was killed may be incomplete
         lines = [{**finite(json.loads(line))} for line in raw.decode().split("\n")[:-1]]

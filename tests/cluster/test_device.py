@@ -55,6 +55,7 @@ def test_precision_in_effect(device: str, native: bool, auto: str, monkeypatch: 
         ("cpu", None, None, "fp64", "no", "fp64"),
         ("cuda", None, "fp16", "bf16", "fp16", "bf16"),  # the flag beat the launcher then
         ("cuda", None, "fp16", "no", "no", "fp16"),  # another launcher
+        ("cuda", None, None, "fp16", "fp16", "fp16"),  # none now, which names no other
         ("cuda", None, "no", "fp16", "fp16", "no"),
         ("cuda", "no", "fp16", "fp16", "fp16", "no"),
         ("cuda", "bf16", None, "no", "no", "bf16"),

@@ -89,7 +89,7 @@ def test_a_store_that_does_not_answer_is_a_lost_rank() -> None:
 )
 def test_a_failure_that_no_rank_wrote_ends_the_run_as_a_lost_peer(written: bytes) -> None:
     zero, one = stores(2)
-    zero.c10d.set("failure", written)
+    zero.c10d.set("failure", written.decode())
     for store in (zero, one):
         with pytest.raises(PeerError, match="holds a failure that none of them reported") as raised:
             store.raise_if_failed()

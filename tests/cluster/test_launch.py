@@ -8,7 +8,6 @@ import pytest
 
 from ddp_mnist.cluster.launch import (
     LAUNCHER_VARIABLES,
-    NOT_DDP,
     Launch,
     config_flag,
     find_launch,
@@ -170,7 +169,6 @@ REFUSED: list[tuple[Variables, str]] = [
     ),
     ({"ACCELERATE_TORCH_DEVICE": "meta"}, "ACCELERATE_TORCH_DEVICE=meta: would move tensors to"),
     ({"ACCELERATE_DEBUG_MODE": "true"}, "ACCELERATE_DEBUG_MODE=true: lets ranks send each other p"),
-    ({"ACCELERATE_LOG_LEVEL": "bogus"}, "ACCELERATE_LOG_LEVEL=bogus: choose from CRITICAL, "),
 ]
 # Of platforms and launchers that this program does not know by name, and of what is none.
 SEVERAL = """
@@ -193,6 +191,7 @@ ALONE = """
     PYTEST_XDIST_WORKER_COUNT=4 MV2_VBUF_TOTAL_SIZE=9000 NODE_VERSION=20 OMPI_COMM_WORLD_SIZE=1
 """
 CONTRADICTED = "the environment says"
+NOT_DDP = "FSDP DEEPSPEED MEGATRON_LM PARALLELISM_CONFIG SAGEMAKER"
 ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
 NO_ADDRESSES = """
     tcp tcp:// tcp://h tcp://h: tcp://:1 tcp://h:0 tcp://h:-1 tcp://h:65536 tcp://h:port
@@ -226,7 +225,10 @@ def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
-@pytest.mark.parametrize("variable", NOT_DDP)
+@pytest.mark.parametrize(
+    "variable",
+    [*(f"ACCELERATE_USE_{x}" for x in NOT_DDP.split()), "ACCELERATE_IN_TPU_POD"],
+)
 def test_a_variable_that_asks_for_something_else_than_ddp_is_refused(variable: str) -> None:
     for off in ("", "0", "False"):
         find_launch(Distribution(), {variable: off})

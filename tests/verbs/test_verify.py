@@ -145,6 +145,7 @@ def test_sgd_is_proven_too(one: Runs, two: Runs) -> None:
 
 
 LOST = proofs.failed("runs", "PeerError: lost contact with rank 1")
+WAIT = proofs.failed("runs", "PeerError: all 2 ranks are alive, but have waited for each other")
 FULL = proofs.failed("runs", "StorageError: /tmp: cannot be written")
 BROKE_DOWN = "the runs broke down before '{}' could find it"
 
@@ -155,8 +156,10 @@ BROKE_DOWN = "the runs broke down before '{}' could find it"
         (None, [GOOD, BAD], "verify: 1 of 2 checks failed (weights); do what their lines say"),
         ("gradients", [GOOD, BAD], "verify --inject gradients: NOT caught by 'gradients'"),
         ("batchnorm", [GOOD, LOST], f"verify --inject batchnorm: {BROKE_DOWN.format('weights')}"),
-        # only a rank that is waited for is the fault exit
+        # only ranks that wait for each other are the fault exit
         ("exit", [GOOD, FULL], f"verify --inject exit: {BROKE_DOWN.format('runs')}"),
+        ("exit", [GOOD, LOST], f"verify --inject exit: {BROKE_DOWN.format('runs')}"),
+        ("exit", [GOOD, WAIT], "verify --inject exit: caught by 'runs', as it should be"),
     ],
 )
 def test_failed_checks_are_summed_up_in_a_line(
