@@ -42,4 +42,5 @@ def shut_down(connections: Iterable[Connection]) -> None:
     """End these connections: whatever waits on one gets an error, here and at the other end."""
     for connection, duplicate in _connected():
         if connection in connections:
-            duplicate.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the other end has gone this moment
+                duplicate.shutdown(socket.SHUT_RDWR)

@@ -3,6 +3,7 @@
 Nothing else judges that: once the group is formed, gloo's clock is out of use (world.py).
 """
 
+import contextlib
 import json
 import math
 import os
@@ -111,7 +112,7 @@ class Heartbeat(threading.Thread):
         store, rank = self.store, self.store.rank
         watched = range(1, store.world_size) if rank == 0 else range(1)
         found = store.call("multi_get", [beat_key(each) for each in watched])
-        beats = {each: Beat(*json.loads(beat)) for each, beat in zip(watched, found, strict=True)}
+        beats = {each: beat_in(beat) for each, beat in zip(watched, found, strict=True)}
         for each, beat in beats.items():
             is_missed = self.seen.get(each) == beat.number
             self.missed[each] = self.missed[each] + 1 if is_missed else 0
@@ -154,3 +155,11 @@ class Heartbeat(threading.Thread):
             f"all {self.store.world_size} ranks are alive, but have waited for each other for"
             f" {self.silence_s:g} s ({where}); {fix}"
         )
+
+
+def beat_in(found: bytes) -> Beat:
+    """Return the beat that a rank has shown; the first one, if others wrote to the store."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        number, waited, at = json.loads(found)
+        return Beat(int(number), int(waited), str(at))
+    return Beat()

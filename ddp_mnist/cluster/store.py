@@ -310,10 +310,7 @@ class Store:
             first = self._failure_in(self.call("compare_set", FAILURE, "", json.dumps(mine)))
             self.end_waits()
             self.wake_all()
-        except (
-            RuntimeError,
-            PeerError,
-        ):  # rank 0 served the store and is dead, or a stranger wrote
+        except (RuntimeError, PeerError):  # the store's rank 0 is dead, or a stranger wrote
             return None
         self.lost = first["lost"]
         return None if first == mine else first

@@ -8,8 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import propagate_first_error
+from ddp_mnist.cluster.heartbeat import beat_in
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.cluster.rendezvous import check_same, join_store
+from ddp_mnist.cluster.store import Beat
 from ddp_mnist.errors import FailedElsewhere, PeerError
 from tests.cluster.test_rendezvous import place
 
@@ -63,3 +65,9 @@ def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
         works_s = 2 * PATIENCE_S if (rank, who) == (0, 1) else PATIENCE_S
         # its last beat was up to a fifth of the time-out before its loss
         assert works_s - PATIENCE_S / 5 < seconds < works_s + 3
+
+
+@pytest.mark.parametrize("found", [b"", b"x", b"{}", b"[1]", b'[[], "x", 0]', b"[1e999, 0, 0]"])
+def test_a_beat_that_no_rank_wrote_is_none(found: bytes) -> None:
+    assert beat_in(found) == Beat()
+    assert beat_in(b'[7, 2, "fit.py:96"]') == Beat(7, 2, "fit.py:96")
