@@ -62,8 +62,8 @@ SAYS_HOW_MANY = re.compile(
     | (\w+_)?((WORLD|GLOBAL|LOCAL|GROUP|NODE|HOST|MACHINE|TASK|PROCESS|WORKER)_?)+RANK(ID)?
     | (PMIX?|PALS|FLUX|JSM|HOROVOD|MPI|MPIRUN|OMPI|MV2|LWS)_
       ((COMM_WORLD|JOB|NAMESPACE|LOCAL|GROUP)_?)*(SIZE|RANK(ID)?|N?RANKS|NPROCS)
-    | SM_HOSTS | (MLP|ARNOLD)_WORKER_NUM | VC_\w+_(HOSTS|NUM) | AZ_BATCH_\w+_LIST | LSB_HOSTS | PE_HOSTFILE
-    | \w+_(NODES?_IPS|NODEFILE))""",
+    | SM_HOSTS | (MLP|ARNOLD)_WORKER_NUM | VC_\w+_(HOSTS|NUM) | AZ_BATCH_\w+_LIST
+    | LSB_HOSTS | PE_HOSTFILE | \w+_(NODES?_IPS|NODEFILE))""",
     re.VERBOSE,
 )
 # By these three Accelerate itself would form a group of a process that is alone.
