@@ -137,7 +137,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "begins"), REFUSED.items(), ids=[line[:40] for line in REFUSED])
-def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
+def test_fault_32_fault_68_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
     line: str, begins: str, typed: Typed, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = shlex.split(line)

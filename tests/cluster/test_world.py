@@ -2,6 +2,7 @@ import contextlib
 import io
 import os
 import re
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from ddp_mnist.cluster import world
+from ddp_mnist.cluster import connections, world
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
@@ -67,6 +68,29 @@ def test_fault_22_ranks_with_other_flags_packages_or_code_are_refused(
     line = rf"{what}: rank 0 has \S+, rank 1 has {OTHER[what]}; start every "
     assert re.match(line, str(reported))
     assert not (tmp_path / "run").exists()
+
+
+# --- Connections
+
+
+def lose_the_store() -> tuple[set[int], str]:
+    """Cut rank 1's connections to the store. Return how all are probed, and what this rank says."""
+    told, flags = io.StringIO(), Distribution(cpu=True, dist_timeout=10)
+    with contextlib.redirect_stderr(told), world.join_world(flags, find_launch(flags)) as here:
+        found = [
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            and each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            for _, each in connections._connected()
+        ]
+        if here.store.rank == 1:
+            connections.shut_down(connections.keep_alive() - here.store.connections)
+        here.store.barrier()
+        here.accelerator.wait_for_everyone()
+    return {*found}, told.getvalue()
+
+
+def test_fault_58_connections_are_probed_and_the_stores_is_made_anew(tmp_path: Path) -> None:
+    assert run_world(2, lose_the_store, folder=tmp_path) == [({10}, "")] * 2
 
 
 # --- The end

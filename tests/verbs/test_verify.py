@@ -126,7 +126,7 @@ def test_padded_rows_in_the_metrics_are_caught(one: Runs) -> None:
     assert is_caught("padding", [check])
 
 
-def test_a_rank_that_leaves_is_waited_for_named_and_caught(tmp_path: Path) -> None:
+def test_fault_60_a_rank_that_leaves_out_a_collective_is_told_and_caught(tmp_path: Path) -> None:
     config = proofs.config_of(Verify(inject="exit", model="mlp"))
     assert config.distribution.dist_timeout == 5
     with pytest.raises(PeerError) as ended:

@@ -6,6 +6,7 @@ under the same kind of name; `pytest -m "not soak and not gpu" -k fault_05` runs
 
 import contextlib
 import errno
+import io
 import itertools
 import os
 import pty
@@ -13,7 +14,10 @@ import re
 import shutil
 import signal
 import sys
+import termios
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +43,7 @@ from tests.chaos import (
     wait_until,
     workers_of,
 )
-from tests.run_checks import net_that, status, told_once
+from tests.run_checks import net_that, status, told_once, with_flags
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60"]
@@ -55,33 +59,64 @@ def wait_for_step(run: Path, step: int) -> None:
 # --- A process is lost, or slow
 
 
-def _with_a_slow_disk(config: TrainConfig) -> None:
-    """Train; on rank 0 the disk hangs at the first checkpoint, the end's status, and the model."""
-    flush, waited = os.fsync, list[str]()
+def _hang_disk(held: list[str]) -> None:
+    """Let the disk hang at the first checkpoint, the model, and the end's status."""
+    flush = os.fsync
 
     def wait_and_flush(file: int) -> None:
         where = str(Path(f"/proc/self/fd/{file}").readlink())
         says = Path(where).read_text(errors="replace") if "status" in where else ""
         for part in ("step-", "model.safetensors", '"phase": "test"'):
-            if (part in where or part in says) and part not in waited:
-                waited.append(part)
+            if (part in where or part in says) and part not in held:
+                held.append(part)
                 time.sleep(6)
         flush(file)
 
-    os.fsync = wait_and_flush
-    watch.just_train(config)
-    assert os.environ["RANK"] != "0" or len(waited) == 3
+    patch.object(os, "fsync", wait_and_flush).start()
+
+
+def _stop_terminal(held: list[str]) -> None:
+    """After the first checkpoint do what Ctrl-S does, and later Ctrl-Q."""
+    ours, theirs = pty.openpty()
+    os.dup2(theirs, 1)
+    threading.Thread(target=_read, args=(ours,), daemon=True).start()
+
+    def stop(*_: Any) -> None:
+        if newest_step(RUN) and not held:
+            held.append("output")
+            termios.tcflow(1, termios.TCOOFF)
+            threading.Timer(6, termios.tcflow, (1, termios.TCOON)).start()
+
+    watch.before_each_step(stop)
+
+
+def _read(terminal: int) -> None:
+    while os.read(terminal, 4096):
+        pass
+
+
+def _train_held_up(config: TrainConfig, by: Callable[[list[str]], None]) -> tuple[int, str]:
+    """Train. Return how often rank 0 was held up, for 6 s each, and what this rank says."""
+    held = list[str]()
+    if os.environ["RANK"] == "0":
+        by(held)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        watch.just_train(config)
+    return len(held), told.getvalue()
 
 
 @pytest.mark.system
-def test_fault_59_a_rank_that_saves_for_three_time_outs_is_waited_for(tmp_path: Path) -> None:
-    models = []
-    for train in (_with_a_slow_disk, watch.just_train):
-        run = tmp_path / train.__name__
-        run_world(2, train, config_of("patient", run, "--dist-timeout", "2"), folder=tmp_path)
-        assert status(run) == ("finished", 0)
-        models.append((run / MODEL).read_bytes())
-    assert models[0] == models[1]
+def test_fault_59_a_rank_that_is_held_up_for_three_time_outs_is_waited_for(tmp_path: Path) -> None:
+    models = set()
+    for by, times in ((len, 0), (_hang_disk, 3), (_stop_terminal, 1)):
+        (folder := tmp_path / by.__name__).mkdir()
+        config = with_flags(config_of("patient", RUN, "--dist-timeout", "2"), quiet=False)
+        (held, _), (_, told) = run_world(2, _train_held_up, config, by, folder=folder)
+        lines = r"(waiting    for rank 0, which is alive, at \w+\.py:\d+\n)" + f"{{{times}}}"
+        assert (held, re.sub(lines, "", told)) == (times, "")
+        assert status(folder / RUN) == ("finished", 0)
+        models.add((folder / RUN / MODEL).read_bytes())
+    assert len(models) == 1
 
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
