@@ -82,6 +82,7 @@ def lose_the_store() -> tuple[set[int], str]:
             and each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
             for _, each in connections._connected()
         ]
+        here.store.barrier()  # rank 0 would see what rank 1 makes anew, too
         if here.store.rank == 1:
             connections.shut_down(connections.keep_alive() - here.store.connections)
         here.store.barrier()
