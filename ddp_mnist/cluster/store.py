@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster.connections import Connection
+from ddp_mnist.cluster.connections import Connection, keep_alive
 from ddp_mnist.errors import CODES, FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import joined
@@ -159,6 +159,7 @@ class Store:
             if isinstance(server, dist.TCPStore):  # which would try a dead one again and again
                 socket.create_connection((server.host, server.port), CANCEL_S).close()
             self.c10d = with_deadline(self.c10d.clone, CANCEL_S)
+            keep_alive()
         except (OSError, RuntimeError, TimeoutError):
             return False
         return True
@@ -379,7 +380,7 @@ class Store:
                 self.lost = self._failure_in(self.call("get", FAILURE))["lost"]
             else:
                 self.lost = [first]
-        except (RuntimeError, PeerError):
+        except (RuntimeError, PeerError, ValueError):  # the last two: a stranger wrote
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 

@@ -161,3 +161,9 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
     advice = "start every process with the same flags, data and packages"
     expected = f"torch: rank 0 has 2.15, rank 1, 3 has 2.14; {advice}"
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
+
+
+def test_a_search_that_no_rank_began_names_rank_0_to_whom_the_store_belongs() -> None:
+    _, one = stores(2)
+    one.c10d.set("search", "x")
+    assert one.find_dead_ranks() == [0]
