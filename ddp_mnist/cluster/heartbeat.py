@@ -61,10 +61,12 @@ class Heartbeat(threading.Thread):
         Then the connections on which the main thread may be waiting are broken.
         """
         wake, longest_s = wake_key(self.store.rank), self.silence_s + self.every_s - CANCEL_S
+        heard = time.monotonic()
         try:
             while True:
                 # Another rank writes this key when it fails, or looks for dead ranks.
                 woken = self.store.wait(wake, self.every_s, answer_s=longest_s)
+                heard = time.monotonic()
                 if self.mains.left.is_set():
                     return
                 if woken:
@@ -74,6 +76,8 @@ class Heartbeat(threading.Thread):
                     break
         except RuntimeError:  # the store is gone, and rank 0 or the launcher with it
             self.mains.unreachable = self.store.unreachable
+            if self.store.served_by_launcher:  # its workers get SIGTERM, and save
+                self.mains.left.wait(max(0.0, heard + self.silence_s - time.monotonic()))
         if not self.mains.left.is_set():
             shut_down(self.mains.connections)
             if self.mains.connections and not self.mains.left.wait(STUCK_S):
