@@ -23,6 +23,9 @@ OWN_NETS = {  # by module, what its Net does
     "fails_later": "class Net(MLP):\n    calls = 0\n    def forward(self, x):\n"
     "        Net.calls += 1\n        assert Net.calls < 39, 'enough'\n"
     "        return super().forward(x)",
+    "leaves_later": "class Net(MLP):\n    calls = 0\n    def forward(self, x):\n"
+    "        Net.calls += 1\n        if Net.calls > 39: raise GeneratorExit('left')\n"
+    "        return super().forward(x)",
     "ends_later": "class Net(MLP):\n    calls = 0\n    def forward(self, x):\n"
     "        Net.calls += 1\n        if Net.calls > 39: exit(0)\n        return super().forward(x)",
 }
@@ -33,6 +36,7 @@ COMMANDS = {
     1: f"""
         * {DIGITS} --model fails_later:Net
         * {DIGITS} --model ends_later:Net
+        * {DIGITS} --model leaves_later:Net
         """,
     2: f"""
         {DIGITS} --mixed-precision fp16
