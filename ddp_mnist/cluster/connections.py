@@ -5,7 +5,6 @@ import os
 import socket
 import stat
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 # Firewalls of clouds forget a connection that is silent for some minutes; the system's own probes
@@ -32,8 +31,9 @@ def keep_alive() -> set[Connection]:
     found = set[Connection]()
     for connection, duplicate in _connected():
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name in filter(partial(hasattr, socket), options):  # not all systems have them
-            duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), options[name])
+        for name, value in options.items():
+            if hasattr(socket, name):  # not all systems have them
+                duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         found.add(connection)
     return found
 
