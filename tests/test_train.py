@@ -11,13 +11,13 @@ from unittest.mock import patch
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.recipe import PRESETS, resolve_recipe
+from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.files import read_json
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
-from tests.data_sets import few_digits, write_idx
+from tests.data_sets import write_idx
 from tests.run_checks import apart, check_equal, metrics, what_it_says, with_flags
 
 STEPS = 45
@@ -73,16 +73,6 @@ def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_i
     assert apart(tmp_path / "in parts", tmp_path / "whole") < 1e-9
     assert apart(tmp_path / "without clipping", tmp_path / "whole") > 1e-2
     assert apart(tmp_path / "without augmentation", tmp_path / "whole") > 1e-2
-
-
-def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
-    """On 180 digits: its net is slow, and sees nine views of each image it is tested on."""
-    few = few_digits(tmp_path / "few", 180, 20)
-    recipe = {**PRESETS["accurate"].recipe, "epochs": 1, "batch_size": 12, "val_size": 24}
-    for name, size in (("one", 1), ("two", 2)):
-        config = with_flags(watch.proof_config(name, **recipe), dataset=str(few))
-        assert run_world(size, watch.just_train, config, folder=tmp_path)[0]["steps"] == 13
-    assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
 
 
 def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,17 +66,11 @@ def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> No
 # --- Many
 
 
-@dataclass(frozen=True)
-class Member:
-    """What one of many ranks found."""
+def meet_and_agree() -> tuple[int, int, float]:
+    """Meet, agree on facts, come together and leave.
 
-    calls: int
-    descriptors: int
-    met_s: float
-
-
-def meet_and_agree() -> Member:
-    """Meet, agree on facts, come together and leave."""
+    Return the calls of the store, the open descriptors, and the seconds until all had met.
+    """
     calls, began = counted(), time.monotonic()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
@@ -87,18 +80,18 @@ def meet_and_agree() -> Member:
     check_same(store, {"--seed": 0, "packages": "x" * 1000})
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     store.close()
-    return Member(calls.total(), descriptors, met_s)
+    return calls.total(), descriptors, met_s
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [64, 256])
 def test_many_ranks_meet_agree_and_end(size: int, tmp_path: Path) -> None:
     found = run_world(size, meet_and_agree, folder=tmp_path, timeout_s=400)
-    looks = max(each.met_s for each in found) / LOOK_S
-    assert max(each.calls for each in found) <= 40 + 2 * looks
-    assert max(each.descriptors for each in found[1:]) < 40  # without the group's own
-    assert found[0].descriptors < 2 * size + 60
-    print(found[0], max(each.met_s for each in found))
+    calls, descriptors, met_s = zip(*found, strict=True)
+    assert max(calls) <= 40 + 2 * max(met_s) / LOOK_S
+    assert max(descriptors[1:]) < 40  # without the group's own
+    assert descriptors[0] < 2 * size + 60
+    print(found[0], max(met_s))
 
 
 def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:

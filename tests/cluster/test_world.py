@@ -17,7 +17,7 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
-from tests.run_checks import told_once, with_flags
+from tests.run_checks import told_once
 
 # --- Loners: faults row 23
 
@@ -35,39 +35,6 @@ def test_fault_23_processes_that_would_each_train_alone(tmp_path: Path) -> None:
     message = "WORLD_SIZE=2: but Accelerate formed a group of 1, so each process would train alone"
     assert str(reported).startswith(message)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- Ranks that are not alike: faults row 22
-
-
-OTHER = {"--seed": "5", "torch": "2.0.0", "the code's digest": "0123"}
-
-
-def train_otherwise(what: str) -> Any:
-    """Train with something else on rank 1; for other data see test_cache.py."""
-    from ddp_mnist.training import saved_config
-
-    config = proof_config()
-    if os.environ["RANK"] == "1":
-        versions = saved_config.package_versions()
-        if what == "--seed":
-            config = with_flags(config, seed=5)
-        elif what == "torch":
-            saved_config.package_versions = lambda: versions | {"torch": "2.0.0"}
-        else:
-            saved_config.code_digest = lambda: "0123"
-    return just_train(config)
-
-
-@pytest.mark.parametrize("what", OTHER)
-def test_fault_22_ranks_with_other_flags_packages_or_code_are_refused(
-    what: str, tmp_path: Path
-) -> None:
-    outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
-    reported = told_once(outcomes, 2)
-    line = rf"{what}: rank 0 has \S+, rank 1 has {OTHER[what]}; start every "
-    assert re.match(line, str(reported))
-    assert not (tmp_path / "run").exists()
 
 
 # --- Connections

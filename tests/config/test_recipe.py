@@ -120,27 +120,3 @@ def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
         resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
     line = "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); "
     assert str(refused.value) == f"{line}let that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
-
-
-ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_resolved_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
-    val_size = min(5000, rows // 5)
-    train_rows = rows - val_size
-    for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
-        least = world_size * grad_accum
-        if train_rows < least:
-            with pytest.raises(UsageError, match=f"--batch-size: must be divisible by {least} "):
-                resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
-            continue
-        flags, recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
-        assert recipe.batch_size % least == 0
-        assert 0 < recipe.batch_size <= train_rows
-        assert recipe.batch_size < 144 + least
-        assert flags.val_size == val_size
-        steps = train_rows // recipe.batch_size
-        assert recipe.epochs * steps >= 300
-        assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
-        assert resolve_recipe(flags, rows, world_size) == (flags, recipe)

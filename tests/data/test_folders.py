@@ -9,13 +9,11 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
 from tests.data_sets import (
-    DRAWN,
     LABELS,
     TEST,
     TRAIN,
@@ -86,38 +84,6 @@ def test_metadata_of_one_split_alone_is_refused(tmp_path: Path) -> None:
 
 
 # --- Names of files and classes
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        flat(name="ILSVRC2012_val_{n:08}.png"),
-        [*flat(), "cat/a-test-1.png"],
-        flat(classes="train-car test_tube dog"),
-        [f"animals/{path}" for path in flat(name="test_{n}.png")],
-    ],
-)
-def test_names_do_not_hold_images_out_where_a_test_is_drawn(
-    names: list[str], tmp_path: Path
-) -> None:
-    own = write_noise(tmp_path / "own", *names)
-    for reading in (AS_THEY_ARE, DRAWN):
-        images = load(own, reading)
-        assert sum(sizes(images)) == len(names)
-        assert images.classes == sorted({Path(name).parent.name for name in names})
-        [note] = images.image_format.notes
-        assert f"of {len(names)} images are held out for the test" in note
-
-
-@pytest.mark.parametrize("drawn", [None, 4])
-@pytest.mark.parametrize("classes", ["bus car train", "bus car Train"])
-def test_a_class_that_is_named_like_a_split_is_not_the_only_one(
-    classes: str, drawn: int | None, tmp_path: Path
-) -> None:
-    own = write_noise(tmp_path / "own", *flat(classes=classes))
-    line = "8 of 12 images are in no split, as .*bus/0.png, but .*rain.* is; rename that, or put "
-    with pytest.raises(DataError, match=f"^--dataset {own}: {line}"):
-        load(own, ImageOptions(test_size=drawn))
 
 
 @pytest.mark.parametrize("misspelt", [("Testing", "Train"), ("TestSet", "Train_set")])
@@ -211,7 +177,8 @@ def test_images_outside_are_counted_and_the_way_to_them_means_no_split(tmp_path:
     images = load(own)
     assert sum(sizes(images)) == 12
     [drawn, note] = images.image_format.notes
-    assert "held out" in drawn and note == "6 images lie outside the folder"
+    assert "of 12 images are held out for the test" in drawn
+    assert note == "6 images lie outside the folder"
 
 
 def test_labels_that_were_changed_within_a_second_are_read(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache, tables
 from ddp_mnist.data.sources import Source, find_source
+from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import DataError, DdpMnistError, UsageError, one_line
 from tests.data_sets import (
     GREY,
@@ -103,6 +104,12 @@ def test_what_comes_with_scikit_learn_is_the_same_bytes_on_every_machine(name: s
     assert not {*of(images, "train").keys.tolist()} & {*of(images, "test").keys.tolist()}
     assert images.image_format.bright_on_black == images.image_format.digit_photos == is_digits
     assert images.image_format.notes == ["the 8x8 digits were enlarged to 28x28"] * is_digits
+    for torch_seed in range(2 * is_digits):
+        torch.manual_seed(torch_seed)
+        train, validation, test = rows_of_splits(images.hold_out(287))
+        assert validation.rows[:5].tolist() == [1, 2, 13, 17, 24]  # in every version
+        assert sorted([*train.rows.tolist(), *validation.rows.tolist()]) == list(range(1437))
+        assert torch.equal(test.targets[test.rows], of(images, "test").labels)
 
 
 def with_words(folder: Path) -> None:

@@ -107,19 +107,15 @@ def test_a_resumed_run_ends_as_an_unbroken_one(precision: str, tmp_path: Path) -
 # --- Precision, compiler, launchers
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", *FP16])
-def test_each_precision_learns(precision: str, tmp_path: Path) -> None:
-    summary = summary_of(*DIGITS, "--mixed-precision", precision, folder=tmp_path)
+@pytest.mark.parametrize("way", ["no", "no --compile", "bf16", *FP16])
+def test_each_precision_learns_and_compiled_code_does(way: str, tmp_path: Path) -> None:
+    precision = way.split()[0]
+    summary = summary_of(*DIGITS, "--mixed-precision", *way.split(), folder=tmp_path)
     assert summary["device"].startswith(DEVICE)
     assert summary["precision"] == precision
     assert summary["test_accuracy"] >= 0.975
     # the loss scaler starts too high and skips a step or two: these are counted
     assert 0 <= summary["skipped_steps"] < (10 if precision == "fp16" else 1)
-
-
-def test_compiled_it_learns(tmp_path: Path) -> None:
-    summary = summary_of(*DIGITS, "--compile", "--mixed-precision", "no", folder=tmp_path)
-    assert summary["test_accuracy"] >= 0.975
 
 
 @on_a_gpu_alone

@@ -125,24 +125,6 @@ def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path
     assert leftovers(run) == []
 
 
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [("cnn_bn", {"patience": None}), ("cnn_deep", {"optimizer": "muon"})],
-)
-def test_the_convolutional_nets_too(model: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """With BatchNorm's buffers and Muon's moments, in few steps."""
-    few = str(few_digits(tmp_path / "few", 60, 10))
-    recipe: dict[str, Any] = {"model": model, "batch_size": 12, "val_size": 12, **more}
-
-    def on_few_images(run_dir: str) -> TrainConfig:
-        return with_flags(config(run_dir, **recipe), dataset=few)
-
-    run_world(2, just_train, on_few_images("unbroken"), folder=tmp_path)
-    stop(on_few_images("run"), tmp_path, step=2, size=2)
-    run_world(2, just_train, resumed(on_few_images("run")), folder=tmp_path)
-    assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
-
-
 def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
     """After the first step, at the last of an epoch, after the last of all.
 

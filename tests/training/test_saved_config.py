@@ -15,6 +15,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.training.named_objects import NamedObjects
 from ddp_mnist.training.saved_config import must_be_equal
 from ddp_mnist.training.training_run import TrainingRun
+from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.run_checks import fit_recipe, told_once, with_flags
 
@@ -34,7 +35,9 @@ def test_what_has_to_be_equal_on_all_ranks_is_what_is_in_effect() -> None:
     )
     first, second = map(must_be_equal, runs)
     assert first == second
-    assert (first["--mixed-precision"], first["--backend"]) == ("bf16", "gloo")
+    in_effect = {"--mixed-precision": "bf16", "--backend": "gloo", "--seed": 0}
+    code = {**package_versions(), "the code's digest": code_digest()}
+    assert first.items() >= {**in_effect, **code}.items() and "torch" in first
 
 
 def _train_otherwise(config: TrainConfig, variables: dict[str, str]) -> dict[str, Any]:

@@ -49,9 +49,7 @@ def write(run: Path, *formats: str, out: Path | None = None) -> None:
     export.run(Export(str(run), formats, str(out) if out else None))
 
 
-def test_both_files_are_of_the_model_and_replace_an_earlier_export(
-    alone: Path, tmp_path: Path, typed: Typed
-) -> None:
+def test_both_files_are_of_the_model(alone: Path, tmp_path: Path, typed: Typed) -> None:
     ended = typed("export", alone, "--format", "safetensors, onnx", "--out", tmp_path)
     said = [line for line in ended.succeeds().splitlines() if not line.startswith("writing ")]
     assert [line.split(":")[0] for line in said[:2]] == list(EXPORTS.values())
@@ -62,9 +60,6 @@ def test_both_files_are_of_the_model_and_replace_an_earlier_export(
     for name, tensor in trained.net.net.state_dict().items():
         assert torch.equal(state[name], tensor.float())
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}  # of a run in float64
-    write(alone, "safetensors", out=tmp_path)
-    names = {"README.md", "config.json", "model.safetensors"}
-    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(

@@ -49,13 +49,6 @@ def test_a_run_with_a_fault_says_so_in_all_that_it_leaves(
     assert f"\n**{line}**\n" in (folder / "export" / "README.md").read_text()
 
 
-def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
-    rates = [line["lr"] for line in metrics(run[0])]
-    _, recipe = resolve_recipe(config(None).recipe, 1437, 2)
-    right = [*map(recipe.learning_rate, range(30))]
-    assert rates == right[::2] + [0] * 15
-
-
 def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
     other = resumed(config("schedule"), epochs=3, inject="epoch")

@@ -12,18 +12,17 @@ import pytest
 from PIL.ExifTags import Base
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
 from ddp_mnist.verbs.predict import read_image
-from tests.data_sets import RED, encoded, folder_of, load, of, picture, stored
+from tests.data_sets import RED, folder_of, load, of, picture, stored
 
 BLUE = (10, 10, 200)
 
 
-def turned(orientation: int) -> PIL.Image.Image:
+def turned(kind: str = "PNG") -> PIL.Image.Image:
     image = picture()
-    image.getexif()[Base.Orientation] = orientation
-    return stored(image, exif=image.getexif())
+    image.getexif()[Base.Orientation] = 6
+    return stored(image, format=kind, exif=image.getexif())
 
 
 def animated(kind: str = "GIF") -> PIL.Image.Image:
@@ -90,7 +89,8 @@ TAKEN = {
     "RGBA, opaque": Taken(lambda: picture().convert("RGBA"), note=CLEAR),
     "animated": Taken(animated, note=FRAMES),
     "pages": Taken(lambda: animated("TIFF"), note=FRAMES),
-    "turned": Taken(lambda: turned(6), note=TURNED, size=(20, 12)),
+    "turned": Taken(turned, note=TURNED, size=(20, 12)),
+    "a turned TIFF": Taken(lambda: turned("TIFF"), note=TURNED, size=(20, 12)),
     "damaged EXIF": Taken(saved("JPEG", quality=100, exif=DAMAGED_EXIF)),
 }
 
@@ -107,46 +107,6 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
     said = [f"4 of 4 images had {note}"] * bool(note) + ["no image has colour"] * (pixel == WHITE)
     assert all(map(str.startswith, images.image_format.notes, said))
     assert len(images.image_format.notes) == len(said)
-
-
-INVERSE = TURNS | {6: TURNS[8], 8: TURNS[6]}
-
-
-@pytest.mark.parametrize(
-    ("form", "mode"),
-    [
-        *((form, "RGB") for form in ("JPEG", "PNG", "WEBP", "TIFF")),
-        *(("TIFF", mode) for mode in ("RGBA", "CMYK", "L")),  # Pillow maps these
-    ],
-)
-def test_every_orientation_of_every_format_becomes_upright(
-    form: str, mode: str, tmp_path: Path
-) -> None:
-    """All eight show the same picture, of which no two orientations look alike."""
-    upright = picture((24, 40))
-    upright.paste(BLUE, (0, 0, 12, 20))
-    upright = upright.convert(mode)
-    files = []
-    for orientation in range(1, 9):
-        image = upright.transpose(INVERSE[orientation]) if orientation > 1 else upright.copy()
-        image.getexif()[Base.Orientation] = orientation
-        how: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
-        how |= {"quality": 100} if form == "JPEG" else {}
-        files.append(encoded(image, form, exif=image.getexif(), **how))
-    own = folder_of(tmp_path / "own", *files)
-    images = load(own)
-    channels = 1 if mode == "L" else 3
-    assert images.image_format.shape == (channels, 40, 24)  # the files' own size: none is cut
-    note = "14 of 16 images had an orientation in EXIF and became upright"
-    assert note in images.image_format.notes
-    expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
-    expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
-    paths = sorted((own / "train").rglob("*.png"))
-    for file, row in zip(paths, of(images, "train").images, strict=True):
-        far = slice(3, None, 33), slice(3, None, 17)  # from the edges, which a lossy format blurs
-        part = (slice(None), *far) if form == "JPEG" else slice(None)
-        np.testing.assert_allclose(row.numpy()[part], expected[part], atol=4)
-        assert np.array_equal(read_image(file, images.image_format, False), row)
 
 
 @pytest.mark.parametrize(

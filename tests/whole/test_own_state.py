@@ -129,27 +129,22 @@ def test_fault_47_what_a_net_draws_or_keeps_does_not_change_a_resumed_run(
     assert apart(tmp_path / "whole", tmp_path / "broken") == 0
 
 
-def test_fault_47_a_number_that_may_decide_later_is_named(tmp_path: Path) -> None:
+def test_fault_47_a_number_that_may_decide_later_and_one_that_is_not_finite_are_told(
+    tmp_path: Path,
+) -> None:
+    """The latter is null in every file."""
     (tmp_path / "own.py").write_text(OWN)
-    config = proof_config(model="own:counted", epochs=1)
-    [summary] = run_world(1, just_train, config, folder=tmp_path)
-    line = "--model own:counted: forward changes calls, which is not in its state_dict; if"
-    assert any(line in note for note in summary["notes"])
-
-
-# --- Losses that are not finite
-
-
-def test_what_is_no_finite_number_is_null_in_every_file_and_told(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    config = proof_config(loss="own:overflows", model="mlp", epochs=1)
+    config = proof_config(loss="own:overflows", model="own:counted", epochs=1)
     [said] = run_world(1, what_is_told, config, folder=tmp_path)
     assert said.count("the mean loss of 360 images is inf, null in files") == 1
     for name in ("summary.json", "metrics.jsonl", "status.json", "config.json"):
         text = (tmp_path / "run" / name).read_text()
         lines = text.splitlines() if name.endswith("l") else [text]
         assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert read_json(tmp_path / "run" / "summary.json")["test_loss"] is None
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["test_loss"] is None
+    line = "--model own:counted: forward changes calls, which is not in its state_dict; if"
+    assert any(line in note for note in summary["notes"])
     assert [line["test_loss"] for line in metrics(tmp_path / "run", "test_loss")] == [None]
 
 

@@ -1,15 +1,12 @@
 """Folders of images made at random are read as Pillow and NumPy read them without us.
 
-Each is a function of its seed: formats, modes, sizes, orientations, transparency, names, folders of
-classes or a table of labels as some program saves it. What a single oddity of a layout, a name or a
-side file does is in data/ and in test_reported.py. SETS=300 in the environment makes so many.
+Each is a function of its seed: formats, modes, sizes, orientations, transparency, names. What a
+single oddity of a layout, a name, a table of labels or a side file does is in data/ and in
+test_reported.py. SETS=300 in the environment makes so many.
 """
 
-import csv
 import io
-import json
 import os
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +15,6 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL.ExifTags import Base
 
@@ -49,15 +44,6 @@ NAMES = [  # of a file, of a class and of the data set
     ("{}", "00{}", "2024"),
     ("null{}", "NA1e{}", "true"),
 ]
-# By the table's file: separators, encodings and headings
-TABLES: dict[str, tuple[str, list[str]]] = {
-    "metadata.csv": (",;\t", ["utf-8", "utf-8-sig", "utf-16"]),
-    "Metadata.CSV": (",;", ["utf-8-sig"]),
-    "metadata.tsv": ("\t", ["utf-8"]),
-    "metadata.jsonl": (" ", ["utf-8", "utf-8-sig"]),
-    "metadata.parquet": (" ", [""]),
-}
-HEADINGS = (("file_name", "label"), ("File_Name", "Label"), ("file_name", " labels "))
 COLOURS = ((220, 40, 40), (40, 200, 60), (50, 60, 220), (210, 200, 40), (200, 60, 200))
 
 
@@ -69,7 +55,6 @@ class RandomSet:
     is_split: bool  # into train and test; else its test is drawn
     flags: list[str]  # of train
     kinds: list[tuple[str, str]]
-    table: str = ""  # its file, unless the folders are the classes
     files: list[tuple[Path, str, str]] = field(default_factory=list)  # with class and split
 
 
@@ -79,8 +64,7 @@ def make(seed: int, place: Path) -> RandomSet:
     file_name, class_name, set_name = NAMES[draw.integers(len(NAMES))]
     flags = str(draw.choice(["", "", "--grey", "--image-size 20x28"])).split()
     kinds = [KINDS[number] for number in draw.integers(0, len(KINDS), draw.integers(1, 5))]
-    table = str(draw.choice([*TABLES])) if draw.integers(2) else ""
-    own = RandomSet(place / set_name, bool(draw.integers(2)), flags, kinds, table)
+    own = RandomSet(place / set_name, bool(draw.integers(2)), flags, kinds)
     sizes = draw.integers(16, 40, (draw.integers(1, 4), 2)).tolist()
     turns, classes = bool(draw.integers(2)), draw.integers(2, 6)
     for split, least in (("train", 8), ("test", 3)):
@@ -89,40 +73,12 @@ def make(seed: int, place: Path) -> RandomSet:
                 suffix, mode = kinds[draw.integers(len(kinds))]
                 name, part = class_name.format(label), split if own.is_split else ""
                 file = f"{file_name.format(f'{split}{number}')}.{suffix}"
-                path = own.path / part / (f"{label}{file}" if table else f"{name}/{file}")
+                path = own.path / part / name / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 image = picture(label, sizes[draw.integers(len(sizes))], draw)
                 write(image, path, mode, int(draw.integers(1, 9)) if turns else 1, draw)
                 own.files.append((path, name, split))
-    if table:
-        write_table(own, draw)
     return own
-
-
-def write_table(own: RandomSet, draw: np.random.Generator) -> None:
-    """Write the label of each image, in random order and as a program may save it."""
-    separators, encodings = TABLES[own.table]
-    separator, encoding = str(draw.choice([*separators])), str(draw.choice(encodings))
-    heading, file = HEADINGS[draw.integers(len(HEADINGS))], own.path / own.table
-    form: Any = draw.choice(["NFC", "NFD"])
-    named = [(str(path.relative_to(own.path)), name) for path, name, _ in own.files]
-    rows = [(unicodedata.normalize(form, file), name) for file, name in named]
-    rows = [rows[number] for number in draw.permutation(len(rows))]
-    if file.suffix == ".parquet":
-        names, labels = zip(*rows, strict=True)
-        pq.write_table(pa.table({"file_name": names, "label": labels}), file)
-        return
-    if file.suffix == ".jsonl":
-        lines = [json.dumps({"file_name": name, "label": label}) for name, label in rows]
-        file.write_text("\n".join(lines), encoding)
-        return
-    with file.open("w", newline="", encoding=encoding) as opened:
-        if separator == ";" and draw.integers(2):
-            opened.write("sep=;\r\n")
-        writer = csv.writer(opened, delimiter=separator)
-        mask = "1 2 " * 40_000  # a polygon that nobody asked for
-        writer.writerow((*heading, "mask"))
-        writer.writerows((*row, mask if row == rows[0] else "") for row in rows)
 
 
 def picture(label: int, size: list[int], draw: np.random.Generator) -> PIL.Image.Image:
@@ -173,7 +129,7 @@ def test_each_image_is_read_as_pillow_reads_it_and_by_predict_too(
 ) -> None:
     """What predict then answers, test_new_images.py counts."""
     own, seen = make(seed, tmp_path), dict[Path, bytes]()
-    details = f"{own.path.name}, {own.is_split=}, {own.table}, {own.flags}, {own.kinds}"
+    details = f"{own.path.name}, {own.is_split=}, {own.flags}, {own.kinds}"
     record_property("details", details)
     images = load(own.path, ImageOptions.from_flags(vars(cli.train_config(own.flags).run)))
     for path, *_ in own.files:

@@ -15,8 +15,9 @@ import pytest
 from ddp_mnist.config.image_options import AS_THEY_ARE
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
-from tests.data_sets import cells_of, encoded, noise, read, write_metadata, write_noise
+from tests.data_sets import DRAWN, cells_of, encoded, flat, noise, read, write_metadata, write_noise
 
+READINGS = AS_THEY_ARE, DRAWN
 SIZES = {"train": 6, "test": 3}
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
@@ -135,8 +136,15 @@ TAKEN = {
     "a card that is prose": Taken(table("# Two kinds of leaf\n"), *HALVES),
     "images as bytes": Taken(table(as_bytes=True), *HALVES),
 }
+
+
+def named(classes: str = "cat dog", name: str = "{n}.png") -> Callable[[Path], object]:
+    """Return what writes twelve images of these classes, with such names."""
+    return lambda root: write_noise(root, *flat(classes=classes, name=name))
+
+
 # Of six images in each class one is held out for the test
-DRAWN = {
+OF_CLASSES: dict[str, Callable[[Path], object]] = {
     "another tool's state.json": beside("cat,dog", state_json="{}"),
     "another tool's dataset_dict.json": beside("cat,dog", dataset_dict_json="{}"),
     "trains": beside("images/bullet train,images/freight car"),
@@ -144,8 +152,15 @@ DRAWN = {
     "test tubes": beside("images/test tube,images/beaker,images/flask"),
     "a valley": beside("images/val,images/hill"),
     "boards": beside("a/images/dev board,a/images/breadboard"),
+    "names of ILSVRC": named(name="ILSVRC2012_val_{n:08}.png"),
+    "one name of a test": lambda root: write_noise(root, *flat(), "cat/a-test-1.png"),
+    "train cars": named("train-car test_tube dog"),
+    "tested animals": lambda root: named(name="test_{n}.png")(root / "animals"),
 }
-REFUSED = {
+NO_SPLIT = "8 of 12 images are in no split, as .*bus/0.png, but .*rain.* is; rename that, or put "
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "train is a class": (named("bus car train"), NO_SPLIT),
+    "Train is a class": (named("bus car Train"), NO_SPLIT),
     "valid is a class": (beside("valid,invalid"), "6 of 12 .* no split, as invalid/.*; rename"),
     "splits without classes": (beside("a/train,a/test"), "which folder is the class of a/train/0"),
     "several configurations": (table(SMALL_AND_LARGE + "---\n"), "several configurations: "),
@@ -168,20 +183,22 @@ def test_what_others_lost_is_taken(name: str, tmp_path: Path) -> None:
     assert (ends[0] != ends[1]).all()  # no image is blank
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", OF_CLASSES)
 def test_folders_of_classes_are_known_by_those_beside_them(name: str, tmp_path: Path) -> None:
-    DRAWN[name](own := tmp_path / "own")
-    found = find_source(str(own)).listing(AS_THEY_ARE)
-    assert found.classes == sorted(path.parent.name for path in own.rglob("0.png"))
-    assert [*found.images] == ["train"]
+    OF_CLASSES[name](own := tmp_path / "own")
     like_a_split = ["taken for classes, not for splits: images/val"]
-    assert found.notes == (like_a_split if name == "a valley" else [])
+    for reading in READINGS:
+        found, files = find_source(str(own)).listing(reading), [*own.rglob("*.png")]
+        assert found.classes == sorted({path.parent.name for path in files})
+        assert ([*found.images], len(found)) == (["train"], len(files))
+        assert found.notes == (like_a_split if name == "a valley" else [])
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_told(name: str, tmp_path: Path) -> None:
     make, line = REFUSED[name]
     make(tmp_path / "own")
-    with pytest.raises(DataError, match=line) as refused:
-        read(tmp_path / "own")
-    assert "\n" not in str(refused.value)
+    for reading in READINGS:
+        with pytest.raises(DataError, match=f"^--dataset {tmp_path}/own: .*{line}") as refused:
+            read(tmp_path / "own", reading)
+        assert "\n" not in str(refused.value)

@@ -108,37 +108,9 @@ def test_classes_that_vanish_are_named(here: Path) -> None:
     assert images.caveats == ['the test has no image of "emu": add images']
 
 
-COLOURS = np.array([[[9, 60, 200], [255, 0, 0]], [[9, 60, 200], [1, 2, 3]]], np.uint8)
-OPAQUE = np.full((2, 2, 1), 255, np.uint8)
-
-
-def key(image: PIL.Image.Image) -> int:
-    return key_of(pixels_of(as_seen(image)))
-
-
 def key_in(file: Path) -> int:
     with PIL.Image.open(file) as opened:
-        return key(opened)
-
-
-@pytest.mark.parametrize("grey", [False, True])
-def test_a_picture_is_the_same_in_every_mode_that_holds_it(grey: bool, tmp_path: Path) -> None:
-    pixels = np.repeat(COLOURS[..., :1], 3, 2) if grey else COLOURS
-    image = PIL.Image.fromarray(pixels)
-    forms = {"rgb.png": image, "rgb.bmp": image, "rgb.webp": image}
-    forms["rgba.png"] = PIL.Image.fromarray(np.concatenate([pixels, OPAQUE], 2))
-    forms["palette.gif"] = forms["palette.png"] = image.quantize(dither=PIL.Image.Dither.NONE)
-    if grey:
-        forms["grey.png"] = forms["grey.webp"] = image.convert("L")
-        forms["la.png"] = image.convert("LA")
-    keys = set()
-    for name, form in forms.items():
-        form.save(tmp_path / name, lossless=True)
-        keys.add(key_in(tmp_path / name))
-    assert len(keys) == 1
-    clear = np.concatenate([pixels, OPAQUE // 2], 2)
-    assert key(PIL.Image.fromarray(clear)) not in keys
-    assert key(PIL.Image.fromarray(pixels[::-1])) not in keys
+        return key_of(pixels_of(as_seen(opened)))
 
 
 def test_different_images_of_16_bits_are_no_copies_though_a_value_is_clear(tmp_path: Path) -> None:
