@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = run_verb(words) or 0
     except HelpShown:
         code = 0
-    except BaseException as error:  # own code may call sys.exit(), or raise one of its own kind
+    except BaseException as error:  # own code may call sys.exit()
         end_undisturbed()
         failed = as_failure(error, words)
         code = failed.code
