@@ -30,11 +30,12 @@ def keep_alive() -> set[Connection]:
     options = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_KEEPCNT": PROBES}
     found = set[Connection]()
     for connection, duplicate in _connected():
-        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
-            if hasattr(socket, name):  # not all systems have them
-                duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        found.add(connection)
+        with contextlib.suppress(OSError):  # it ends this moment
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in options.items():
+                if hasattr(socket, name):  # not all systems have them
+                    duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            found.add(connection)
     return found
 
 

@@ -46,7 +46,8 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self.mains, self.thread = store, threading.get_ident()
         # A separate connection: the main thread may be waiting on the other one.
-        self.store = replace(store, c10d=store.c10d.clone(), patience_s=silence_s)
+        own = store.c10d.clone()
+        self.store = replace(store, c10d=own, patience_s=silence_s, reconnects=True)
         self.silence_s = silence_s
         self.misses = max(5, math.ceil(silence_s / BEAT_S))
         self.every_s = silence_s / self.misses

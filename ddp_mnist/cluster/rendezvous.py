@@ -177,7 +177,7 @@ class Round:
             self._refuse_second()
             return False  # it came too late to replace a dead process
         store.rank_info, store.heartbeat = RankInfo(*rank_info), heartbeat
-        store.patience_s = self.patience_s
+        store.patience_s, store.reconnects = self.patience_s, True
         heartbeat.start()
         return True
 

@@ -113,6 +113,7 @@ class Store:
     world_size: int
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
+    reconnects: bool = False  # whether it makes a connection that is cut anew; once all have joined
     hosts: list[str] = field(default_factory=list)  # on rank 0, each rank's `host_id`
     rank_info: RankInfo = field(default_factory=RankInfo)  # of this rank, once all have joined
     lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
@@ -141,7 +142,7 @@ class Store:
             return with_deadline(function, seconds)
         except (RuntimeError, TimeoutError) as error:
             is_late = isinstance(error, TimeoutError)
-            if again and not is_late and self._reconnect():
+            if self.reconnects and again and not is_late and self._reconnect():
                 return self._within(seconds, function, again=False)
             no_sign = f"no sign of life for {self.patience_s:g} s"
             self.unreachable = no_sign if is_late else str(error)
