@@ -159,7 +159,8 @@ class Store:
         try:
             if isinstance(server, dist.TCPStore):  # which would try a dead one again and again
                 socket.create_connection((server.host, server.port), CANCEL_S).close()
-            self.c10d = with_deadline(self.c10d.clone, CANCEL_S)
+            # torch asks for the name of the address: for seconds where no name server answers.
+            self.c10d = with_deadline(self.c10d.clone, max(CANCEL_S, self.patience_s / 2))
             keep_alive()
         except (OSError, RuntimeError, TimeoutError):
             return False

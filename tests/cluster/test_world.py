@@ -42,7 +42,7 @@ def test_fault_23_processes_that_would_each_train_alone(tmp_path: Path) -> None:
 
 def lose_the_store() -> tuple[set[int], str]:
     """Cut rank 1's connections to the store. Return how all are probed, and what this rank says."""
-    told, flags = io.StringIO(), Distribution(cpu=True, dist_timeout=10)
+    told, flags = io.StringIO(), Distribution(cpu=True, dist_timeout=60)
     with contextlib.redirect_stderr(told), world.join_world(flags, find_launch(flags)) as here:
         found = [
             each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
