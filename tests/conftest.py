@@ -40,6 +40,8 @@ MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
+# torch asks for the name of each address it connects to: 10 s where no name server answers.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # workers share the cores, where OpenMP's threads would spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,7 +17,7 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
-from tests.run_checks import told_once
+from tests.run_checks import told_once, with_flags
 
 # --- Loners: faults row 23
 
@@ -37,12 +37,45 @@ def test_fault_23_processes_that_would_each_train_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+# --- Ranks that are not alike: faults row 22
+
+
+OTHER = {"--seed": "5", "torch": "2.0.0", "the code's digest": "0123"}
+
+
+def train_otherwise(what: str) -> Any:
+    """Train with something else on rank 1; for other data see test_cache.py."""
+    from ddp_mnist.training import saved_config
+
+    config = proof_config()
+    if os.environ["RANK"] == "1":
+        versions = saved_config.package_versions()
+        if what == "--seed":
+            config = with_flags(config, seed=5)
+        elif what == "torch":
+            saved_config.package_versions = lambda: versions | {"torch": "2.0.0"}
+        else:
+            saved_config.code_digest = lambda: "0123"
+    return just_train(config)
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_fault_22_ranks_with_other_flags_packages_or_code_are_refused(
+    what: str, tmp_path: Path
+) -> None:
+    outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
+    reported = told_once(outcomes, 2)
+    line = rf"{what}: rank 0 has \S+, rank 1 has {OTHER[what]}; start every "
+    assert re.match(line, str(reported))
+    assert not (tmp_path / "run").exists()
+
+
 # --- Connections
 
 
 def lose_the_store() -> tuple[set[int], str]:
     """Cut rank 1's connections to the store. Return how all are probed, and what this rank says."""
-    told, flags = io.StringIO(), Distribution(cpu=True, dist_timeout=60)
+    told, flags = io.StringIO(), Distribution(cpu=True, dist_timeout=10)
     with contextlib.redirect_stderr(told), world.join_world(flags, find_launch(flags)) as here:
         found = [
             each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
