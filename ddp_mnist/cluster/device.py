@@ -142,12 +142,14 @@ def has_native_bf16(device: str) -> bool:
     )
 
 
-def set_threads(launch: Launch, device: str, processes_here: int) -> int:
-    """Share this machine's cores among its processes, and return this one's number of threads.
+def set_threads(launch: Launch, device: str, processes_here: int, before: int = 0) -> bool:
+    """Share this machine's cores among its processes, and set this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 by default, which leaves cores idle, so that is overridden. A
-    larger number is kept; so is one that was set without a launcher.
+    larger number is kept; so is one that was set without a launcher, and else, where there are as
+    many cores, that of the run that is resumed: `before`. Return whether none of them decides.
     """
+    is_open = False
     given = os.environ.get("OMP_NUM_THREADS") or "0"
     with blame(f"OMP_NUM_THREADS={given}", UsageError):
         threads = int(given.partition(",")[0])  # OpenMP takes a list, one entry per level
@@ -159,10 +161,12 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
             # srun starts one process for each task, or a launcher, which starts several
             sharers = (launch.local_world_size or 1) if launch.child_of_launcher else 1
             available = min(available, int(of_task))
-        threads = max(1, available // sharers) if device == "cpu" else 1
+        share = max(1, available // sharers) if device == "cpu" else 1
+        is_open = share > 1 and not 1 <= before <= share
+        threads = min(before or share, share)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    return threads
+    return is_open
 
 
 def gpu_of(local_rank: int) -> int:

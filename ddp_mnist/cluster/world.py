@@ -47,6 +47,7 @@ class World(DeviceConfig):
     store: Store  # for JSON between ranks, outside of collectives
     num_machines: int
     local_rank: int  # among the processes of its launcher, or else of its machine
+    may_choose_threads: bool  # one or several, by timing: nobody has set their number
     start_time: float  # time.monotonic() when this process began to look for the others
 
     @property
@@ -88,7 +89,8 @@ def join_world(
                 local_rank = here.local_rank
             if before := earlier(store):
                 config = choose_device(flags, launch, full_precision, before)
-            set_threads(launch, config.device, here.local_world_size)
+            kept = before.get("threads", 0) if before else 0
+            may_choose_threads = set_threads(launch, config.device, here.local_world_size, kept)
             if not launch.is_alone:
                 chosen = {"torch": torch.__version__, "accelerate": accelerate.__version__}
                 chosen |= {"--backend": config.backend, "--mixed-precision": config.precision}
@@ -120,6 +122,7 @@ def join_world(
                 store=store,
                 num_machines=launch.num_machines or here.num_machines,
                 local_rank=local_rank,
+                may_choose_threads=may_choose_threads,
                 start_time=started,
             )
             say_goodbye(store)

@@ -1,6 +1,7 @@
 """The optimizers by name. The learning rate is the recipe's: see `Recipe.learning_rate`."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -24,40 +25,53 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        gradients = {}
+        gradients = dict[Tensor, Tensor]()
         for group in self.param_groups:
-            for kernel in group["params"]:
-                if kernel.ndim != 4 or kernel.grad is None:
-                    continue
-                state = self.state[kernel]
-                if not state:  # AdamW wants a "step" in what it loads
-                    state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
-                state["exp_avg"].lerp_(kernel.grad, 1 - MOMENTUM)
-                ahead = kernel.grad.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
-                direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
-                kernel.mul_(1 - group["lr"] * group["weight_decay"])
-                kernel.sub_(direction, alpha=KERNEL_STEP * group["lr"])
-                gradients[kernel], kernel.grad = kernel.grad, None  # so that AdamW skips it
+            kernels = [p for p in group["params"] if p.ndim == 4 and p.grad is not None]
+            if not kernels:
+                continue
+            for kernel in kernels:
+                if not self.state[kernel]:  # AdamW wants a "step" in what it loads
+                    new = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(kernel)}
+                    self.state[kernel] |= new
+            momenta = [self.state[kernel]["exp_avg"] for kernel in kernels]
+            gradients |= {kernel: kernel.grad for kernel in kernels}
+            grads = [kernel.grad for kernel in kernels]
+            torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+            ahead = torch._foreach_lerp(grads, momenta, MOMENTUM)  # Nesterov's
+            torch._foreach_mul_(kernels, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(kernels, orthogonal(ahead), alpha=-KERNEL_STEP * group["lr"])
+            for kernel in kernels:
+                kernel.grad = None  # so that AdamW skips it
         super().step(closure)
         for kernel, gradient in gradients.items():
             kernel.grad = gradient
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return approximately U V' of the singular value decomposition U S V' of [rows, columns].
+def orthogonal(kernels: Sequence[Tensor]) -> list[Tensor]:
+    """Return approximately U V' of the singular value decomposition U S V' of each kernel.
 
     Five steps of a Newton-Schulz iteration whose polynomial (Jordan et al.) raises small singular
-    values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros.
+    values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros. Kernels of one shape are
+    computed together.
     """
-    rows, columns = matrix.shape
-    x = matrix / (matrix.norm() + 1e-7)
-    if rows > columns:  # the smaller product
-        x = x.T
-    for _ in range(5):
-        gram = x @ x.T
-        weights = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, weights, x, beta=3.4445)
-    return x.T if rows > columns else x
+    found, shapes = [*kernels], defaultdict[torch.Size, list[int]](list)
+    for index, kernel in enumerate(kernels):
+        shapes[kernel.shape].append(index)
+    for indices in shapes.values():
+        stacked = torch.stack([kernels[index] for index in indices])
+        x = stacked.flatten(2)  # [kernels of this shape, rows, columns]
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        is_tall = x.shape[1] > x.shape[2]
+        x = x.mT if is_tall else x  # the smaller product
+        for _ in range(5):
+            gram = torch.bmm(x, x.mT)
+            weights = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+            x = torch.baddbmm(x, weights, x, beta=3.4445)
+        x = (x.mT if is_tall else x).reshape(stacked.shape)
+        for index, direction in zip(indices, x.unbind(), strict=True):
+            found[index] = direction
+    return found
 
 
 # The second beta is a memory of some 50 steps: better than 0.999 on validation images.

@@ -52,6 +52,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {world.device_name}, {count(torch.get_num_threads(), 'thread')} each,"
         f" precision {world.precision}{compiled}",
+        "threads": threads_line(run),
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{run.model}, seed {config.run.seed}",
@@ -59,6 +60,15 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
+
+
+def threads_line(run: TrainingRun) -> str:
+    """Return how the number of threads was chosen; "" if it was set."""
+    if not run.step_times:
+        return ""
+    took = [f"{1000 * seconds:.1f} ms with {n}" for n, seconds in run.step_times.items()]
+    busy = "; other programs seem to run here" if torch.get_num_threads() == 1 else ""
+    return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}{busy}"
 
 
 def recipe_line(config: TrainConfig, images: ImageData) -> str:

@@ -52,6 +52,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "precision": world.precision,
         "compile": compiled_by(world),
         "threads": torch.get_num_threads(),
+        "threads_tried": run.step_times,  # seconds of a step
         "seed": config.run.seed,
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,

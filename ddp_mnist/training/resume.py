@@ -64,9 +64,16 @@ def find(config: TrainConfig, store: Store) -> EarlierRun | None:
 
 
 def distribution_before(config: TrainConfig, store: Store) -> dict[str, Any] | None:
-    """Return how the run to resume was distributed; None to begin one. Raises as `find` does."""
+    """Return how the run to resume was distributed; None to begin one. Raises as `find` does.
+
+    "threads" is with it if there were as many processes: with others no bit is kept anyway.
+    """
     earlier = find(config, store)
-    return earlier.saved["distribution"] if earlier else None
+    if not earlier:
+        return None
+    world = earlier.saved["world"]
+    as_many = world.get("world size") == store.world_size
+    return earlier.saved["distribution"] | {"threads": world.get("threads", 0) * as_many}
 
 
 def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:

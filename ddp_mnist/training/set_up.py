@@ -9,11 +9,12 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.rendezvous import check_same
+from ddp_mnist.cluster.rendezvous import first_difference
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.image_options import ImageOptions
@@ -29,13 +30,14 @@ from ddp_mnist.nets import initial_weights
 from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.system.text import quoted
-from ddp_mnist.training import checkpoint, plan, resume, tracking
+from ddp_mnist.training import checkpoint, plan, resume, threads, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, UNKNOWN, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
 from ddp_mnist.training.saved_config import must_be_equal, saved_config
+from ddp_mnist.training.threads import Times
 from ddp_mnist.training.training_run import TrainingRun, make_run, try_before_training
 
 
@@ -62,8 +64,7 @@ def set_up_run(
             yield None
             return
         run = resolve_run(config, world, console, earlier)
-        run = try_before_training(run, console)
-        check_same(world.store, must_be_equal(run))
+        run = agree(try_before_training(run, console))
         if run.config.run.dry_run:
             console.print(plan.plan_text(run, None))
             yield None
@@ -166,6 +167,24 @@ def resolve(
     cache_dir = flags.cache_dir and str(cache.cache_folder(flags.cache_dir).absolute())
     run = replace(flags, dataset=from_anywhere(dataset), cache_dir=cache_dir)
     return replace(config, run=run, recipe=resolved), recipe
+
+
+def agree(run: TrainingRun) -> TrainingRun:
+    """Return the run, with the step times of the slowest rank, by which all set their threads.
+
+    Raise UsageError if the ranks are about to train differently.
+    """
+
+    def decide(everyone: list[tuple[dict[str, Any], Times | None]]) -> tuple[str | None, Any]:
+        facts, times = zip(*everyone, strict=True)
+        return first_difference([*facts]), threads.slowest(times)
+
+    mine = must_be_equal(run), run.step_times
+    difference, times = run.world.store.decide_for_all("facts", mine, decide)
+    if difference:
+        raise UsageError(difference)
+    threads.use_fastest(times)
+    return replace(run, step_times=times)
 
 
 # --- The folder

@@ -1,5 +1,6 @@
 """A run as every rank sees it, known before the first step; its net, and the trial of that."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -7,6 +8,7 @@ from torch import nn
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.task import Task
 from ddp_mnist.core.wrappers import Normalised
@@ -19,6 +21,7 @@ from ddp_mnist.nets.initial_weights import load_weights
 from ddp_mnist.system.console import Console
 from ddp_mnist.task import make_task
 from ddp_mnist.training.named_objects import NamedObjects
+from ddp_mnist.training.threads import Times, time_threads
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class TrainingRun:
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
     step_digest: str = ""  # of what this CPU makes of a step; "" for one process, and on GPUs
+    step_times: Times | None = None  # with one thread and with several, if that is open
 
     @property
     def model(self) -> str:
@@ -61,17 +65,22 @@ def make_run(
 
 def make_net(run: TrainingRun) -> Normalised:
     """Return the run's net, in float64 with fp64; with the weights of --weights, if any."""
-    name, world = run.model, run.world
-    net = build_net(name, run.task, run.images.image_format)
+    world = run.world
+    net = build_net(run.model, run.task, run.images.image_format)
     load_initial_weights(run, net)
-    if world.precision == "fp64":
-        net.double()
+    net = in_format(run, net)
     if run.config.distribution.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    net.to(memory_format=memory_format_of(name))
     if world.compile_options:
         net.compile(**world.compile_options)
     return net
+
+
+def in_format(run: TrainingRun, net: Normalised) -> Normalised:
+    """Return the net in the dtype and the memory format of the run."""
+    if run.world.precision == "fp64":
+        net.double()
+    return net.to(memory_format=memory_format_of(run.model))
 
 
 def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
@@ -110,9 +119,29 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         train = subset(run.images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(run.task, named, targets.to(world.accelerator.device))
+    if world.may_choose_threads:
+        step, total = one_step(run, net), run.recipe.total_steps
+        run = replace(run, step_times=time_threads(step, at_once, total))
     if world.store.world_size > 1 and world.device == "cpu":
         run = replace(run, step_digest=trial.digest_of_step(net, run.recipe))
     if is_known(run.model):
         return run
     lost = trial.check_state(make, run.model, image_format.shape)
     return replace(run, images=run.images.with_caveat(lost)) if lost else run
+
+
+def one_step(run: TrainingRun, net: Normalised) -> Callable[[int], None]:
+    """Return a function that trains the net for a step, on so many of this rank's images."""
+    rows, accelerator = subset(run.images, "train"), run.world.accelerator
+    net = in_format(run, net).train()
+    optimizer, dtype = make_optimizer(net, run.recipe), next(net.parameters()).dtype
+
+    def step(images: int) -> None:
+        pixels, targets, _ = rows.take([*range(images)])
+        with accelerator.autocast():
+            outputs = net(pixels)
+        run.task.training_loss(outputs.to(dtype), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

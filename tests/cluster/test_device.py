@@ -188,25 +188,37 @@ BY_TORCHRUN = Launch("torchrun", local_world_size=2)
 
 
 @pytest.mark.parametrize(
-    ("variable", "launch", "device", "here", "threads"),
+    ("variable", "launch", "device", "here", "before", "threads", "is_open"),
     [
-        ("", Launch(), "cpu", 1, 8),
-        ("", Launch("tcp"), "cpu", 2, 4),
-        ("", Launch("tcp"), "cpu", 100, 1),
-        ("", Launch(), "cuda", 1, 1),
-        ("1", Launch("accelerate"), "cpu", 2, 4),  # set by the launcher, of its own accord
-        ("1", Launch("tcp"), "cpu", 2, 1),  # set by a person
-        ("3", Launch("torchrun"), "cpu", 2, 3),
-        ("4,2", Launch(), "cpu", 1, 4),  # OpenMP's form for nested regions
+        ("", Launch(), "cpu", 1, 0, 8, True),
+        ("", Launch("tcp"), "cpu", 2, 0, 4, True),
+        ("", Launch("tcp"), "cpu", 100, 0, 1, False),
+        ("", Launch(), "cuda", 1, 0, 1, False),
+        ("1", Launch("accelerate"), "cpu", 2, 0, 4, True),  # set by the launcher, of its own accord
+        ("1", Launch("tcp"), "cpu", 2, 0, 1, False),  # set by a person
+        ("3", Launch("torchrun"), "cpu", 2, 0, 3, False),
+        ("4,2", Launch(), "cpu", 1, 0, 4, False),  # OpenMP's form for nested regions
         # after the / what SLURM gave to the task: to each process ...
-        ("/4", Launch("slurm"), "cpu", 2, 4),
-        ("/16", Launch("slurm"), "cpu", 2, 8),  # more than it may use
+        ("/4", Launch("slurm"), "cpu", 2, 0, 4, True),
+        ("/16", Launch("slurm"), "cpu", 2, 0, 8, True),  # more than it may use
         # ... or to the launcher
-        ("1/4", BY_TORCHRUN, "cpu", 2, 2),
+        ("1/4", BY_TORCHRUN, "cpu", 2, 0, 2, True),
+        # what the resumed run had: kept unless it is set, or more than there are cores
+        ("", Launch(), "cpu", 1, 1, 1, False),
+        ("1", Launch("accelerate"), "cpu", 2, 4, 4, False),
+        ("3", Launch("torchrun"), "cpu", 2, 1, 3, False),
+        ("", Launch(), "cpu", 1, 16, 8, True),
     ],
 )
 def test_set_threads(
-    variable: str, launch: Launch, device: str, here: int, threads: int, monkeypatch: Patch
+    variable: str,
+    launch: Launch,
+    device: str,
+    here: int,
+    before: int,
+    threads: int,
+    is_open: bool,
+    monkeypatch: Patch,
 ) -> None:
     given, _, of_task = variable.partition("/")
     monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -214,6 +226,6 @@ def test_set_threads(
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr("ddp_mnist.cluster.device.cores", lambda: 8)
-    assert set_threads(launch, device, here) == threads
+    assert set_threads(launch, device, here, before) == is_open
     assert set_to == [threads]
     assert os.environ["OMP_NUM_THREADS"] == str(threads)

@@ -21,7 +21,8 @@ Captured = pytest.CaptureFixture[str]
 
 def threads_of_a_run() -> tuple[bool, int]:
     del os.environ["OMP_NUM_THREADS"]  # a launcher's 1, which counts for several processes only
-    return hardware.is_forked(), set_threads(find_launch(Distribution(cpu=True)), "cpu", 1)
+    set_threads(find_launch(Distribution(cpu=True)), "cpu", 1)
+    return hardware.is_forked(), torch.get_num_threads()
 
 
 def test_a_process_of_a_fork_server_computes_on_all_cores(

@@ -1,0 +1,68 @@
+"""The number of a process's threads, chosen by timing a few steps of the run.
+
+Several threads wait for each other in each operation. Beside other programs, which hold a core for
+milliseconds, they can take many times as long as one.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+SHARE, MOST_S = 0.03, 1.0  # of the time of all steps, and seconds, that the timing may take
+LEAST_STEPS = 100  # of a run: in a shorter one nothing is gained
+STEP_S = 0.05  # of a step that is timed: with fewer images if the run's take longer
+MARGIN = 0.9  # one thread counts if it takes less than this share of the time of several
+
+# Seconds of a step with 1 thread and with as many as there are cores, by the number of threads
+Times = dict[str, float]
+
+
+def time_threads(step: Callable[[int], None], images: int, total_steps: int) -> Times | None:
+    """Time `step`, which takes a number of images, with one thread and with those that are set.
+
+    `images` is what this rank takes at once. Return None if the run is too short for it.
+    """
+    if total_steps < LEAST_STEPS:
+        return None
+    several = torch.get_num_threads()
+
+    def timed(count: int, threads: int) -> float:
+        torch.set_num_threads(threads)
+        clock = time.perf_counter()
+        step(count)
+        return time.perf_counter() - clock
+
+    begun, few = time.perf_counter(), min(images, 2)
+    try:
+        timed(few, several)  # the first step of a kind takes longer
+        least_s = timed(few, several)
+        count = max(few, min(images, int(few * STEP_S / least_s)))
+        timed(count, 1)
+        budget_s = SHARE * total_steps * timed(count, several) * images / count
+        sums, rounds = {1: 0.0, several: 0.0}, 0
+        while rounds < 2 or time.perf_counter() - begun < min(budget_s, MOST_S):
+            for threads in sums:
+                sums[threads] += timed(count, threads)
+            rounds += 1
+    finally:
+        torch.set_num_threads(several)
+    return {str(threads): round(seconds / rounds, 5) for threads, seconds in sums.items()}
+
+
+def slowest(everyone: Sequence[Times | None]) -> Times | None:
+    """Return the longest times of all ranks, which wait for each other; None if one timed none."""
+    timed = [[*times.values()] for times in everyone if times]
+    if len(timed) < len(everyone):
+        return None
+    return dict(zip(everyone[0] or (), map(max, zip(*timed, strict=True)), strict=True))
+
+
+def use_fastest(times: Times | None) -> None:
+    """Go on with one thread if that is faster by these times, which are all ranks'."""
+    if times:
+        one, several = times.values()
+        if one < MARGIN * several:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
