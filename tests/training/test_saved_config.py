@@ -10,7 +10,7 @@ from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
-from ddp_mnist.core.nets import MODELS
+from ddp_mnist.core.nets import MNIST, MODELS
 from ddp_mnist.core.task import Classification
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data import cache
@@ -54,7 +54,7 @@ def _digest_of_step(threads: int) -> str:
     found = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return trial.digest_of_step(Normalised(MODELS["cnn"](), [0.0], [1.0]), fit_recipe())
+        return trial.digest_of_step(Normalised(MODELS["cnn"](10, MNIST), [0.0], [1.0]), fit_recipe())
     finally:
         torch.set_num_threads(found)
 
