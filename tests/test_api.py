@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import accelerate.optimizer
 import datasets
 import numpy as np
 import PIL.Image
@@ -151,8 +150,7 @@ def what_may_change() -> list[Any]:
     library = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     found = [dict(os.environ), torch.get_num_threads(), states, handlers, sys.path[:]]
-    accelerates = accelerate.optimizer.is_lomo_available, accelerate.optimizer.inspect
-    return [*found, accelerates, library, drawn, random.getstate(), repr(np.random.get_state())]
+    return [*found, library, drawn, random.getstate(), repr(np.random.get_state())]
 
 
 def interrupt_at_step_20(optimizer: torch.optim.Optimizer, _: list[torch.Tensor]) -> None:

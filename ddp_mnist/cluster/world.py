@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import accelerate.optimizer
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import is_lomo_available
 
 from ddp_mnist.cluster.connections import keep_alive
 from ddp_mnist.cluster.device import DeviceConfig, choose_device, gpu_of, in_effect, set_threads
@@ -99,9 +98,6 @@ def join_world(
                 form_group(store, config.backend, local_rank, flags.dist_timeout)
             on_gpu = config.device == "cuda"
             export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
-            # Its optimizer looks for a package on disk twice in each step: half a millisecond, and
-            # more if all ranks of a cluster search a network disk at once. Once is enough.
-            accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
             accelerator = make_accelerator(
                 cpu=not on_gpu,
                 mixed_precision="no" if config.precision == "fp64" else config.precision,
@@ -139,7 +135,6 @@ def accelerate_as_found() -> Iterator[None]:
     or an earlier call would decide them for this run, or refuse another precision.
     """
     found = [dict(state._shared_state) for state in SHARED_STATES]
-    names = dict(vars(accelerate.optimizer))  # `join_world` replaces one
     for state in SHARED_STATES:
         state._shared_state.clear()
     try:
@@ -148,7 +143,6 @@ def accelerate_as_found() -> Iterator[None]:
         for state, content in zip(SHARED_STATES, found, strict=True):
             state._shared_state.clear()
             state._shared_state.update(content)
-        vars(accelerate.optimizer).update(names)
 
 
 def export_env(launch: Launch, local_rank: int) -> None:

@@ -49,7 +49,10 @@ def fit(
     seed_generators(device, seed)
     net = make_net().to(device)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
-    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    model, prepared, loader = accelerator.prepare(net, optimizer, loader)
+    # All that a prepared optimizer adds is to skip what overflowed in fp16. It also looks for a
+    # package on disk in each step: see docs/benchmarks.md.
+    optimizer = prepared if accelerator.scaler else optimizer
     # DDP regroups gradients after its first backward pass: so it does one now, resumed or not.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
     val_loader, test_loader = (make_eval_loader(accelerator, r) for r in (val_rows, test_rows))

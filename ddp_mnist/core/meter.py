@@ -36,8 +36,7 @@ class Meter:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.task = task
         self.losses: list[Tensor] = []
-        self.scores: list[Tensor] = []
-        self.images_per_batch = 0
+        self.answers: list[tuple[Tensor, Tensor]] = []  # outputs and targets
         self.gradient_norm: Tensor | None = None  # of the last step that is logged
         self.waited_s = self.training_s = 0.0  # this rank's, since the last log line
         self.last_sync = self.last_save = progress.step
@@ -81,11 +80,11 @@ class Meter:
     def update(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Note a batch: its mean loss, a scalar, its outputs [B, outputs] and its targets.
 
-        Nothing here may wait for the device.
+        Nothing here may wait for the device, and what can be done for all batches at once waits for
+        the sync point.
         """
         self.losses.append(loss.detach())
-        self.scores.append(self.task.score(self.task.predict(outputs.detach()), targets).sum())
-        self.images_per_batch = len(targets)
+        self.answers.append((outputs.detach(), targets))
 
     def sync(self, stop_requests: Sequence[float]) -> list[float]:
         """Add all ranks' counts to their progress, and plan the next sync point.
@@ -93,12 +92,14 @@ class Meter:
         Return the sums over all ranks of `stop_requests`, which are this rank's. Raise
         Diverged, on all ranks alike.
         """
-        sums = sum_up(self.losses, self.scores, self.images_per_batch)
+        outputs, targets = map(torch.cat, zip(*self.answers, strict=True))
+        scores = self.task.score(self.task.predict(outputs), targets)
+        sums = sum_up(self.losses, scores.view(len(self.losses), -1))
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
         loss, score, seen, bad, *requests, steps_per_s = reduced
         self.losses.clear()
-        self.scores.clear()
+        self.answers.clear()
         step, seconds = self.progress.step, time.monotonic() - self.clock
         self.training_s += seconds
         self.restart_clock()
@@ -139,16 +140,16 @@ def peak_memory_mb(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
 
 
-def sum_up(losses: list[Tensor], scores: list[Tensor], images_per_batch: int) -> Tensor:
+def sum_up(losses: list[Tensor], scores: Tensor) -> Tensor:
     """Return float64 [loss, score, seen, bad] over batches, without a sync of the device.
 
-    A batch of `images_per_batch` images on this rank has two scalars, its mean loss and the sum of
-    its scores. A batch whose loss is not finite counts as bad and is left out of the other sums.
-    Rounded to 2**-30, sums are exact, and therefore equal however a run was divided.
+    A batch has its mean loss, a scalar, and its images' scores, a row of [batches, images]. One
+    whose loss is not finite counts as bad and is left out of the other sums. Rounded to 2**-30,
+    sums are exact, and therefore equal however a run was divided.
     """
-    loss = torch.stack(losses).double()
+    loss, images_per_batch = torch.stack(losses).double(), float(scores.shape[1])
     finite = torch.isfinite(loss)
-    both = torch.stack([loss * images_per_batch, torch.stack(scores).double()])
+    both = torch.stack([loss * images_per_batch, scores.double().sum(1)])
     loss_sum, score_sum = ((torch.where(finite, both, 0.0) * 2**30).round() / 2**30).sum(1)
-    seen = finite.sum() * float(images_per_batch)
+    seen = finite.sum() * images_per_batch
     return torch.stack([loss_sum, score_sum, seen, (~finite).sum().double()])

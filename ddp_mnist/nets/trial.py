@@ -161,7 +161,7 @@ def digest_of_step(net: nn.Module, recipe: Recipe) -> str:
         if recipe.max_grad_norm:
             gradient = gradient / gradient.norm()
         if recipe.optimizer == "muon" and gradient.ndim == 4:
-            gradient = orthogonal(gradient.flatten(1))
+            [gradient] = orthogonal([gradient])
         digest.update(gradient.lerp(gradient.square(), 0.1).numpy().tobytes())
     return digest.hexdigest()[:8]
 

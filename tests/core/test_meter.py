@@ -14,16 +14,16 @@ from tests.run_checks import fit_recipe
 
 def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
     losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
-    correct = [torch.tensor(count) for count in (50, 40, 60, 30)]
-    assert meter.sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
+    correct = torch.arange(72) < torch.tensor([[50], [40], [60], [30]])  # [batches, images]
+    assert meter.sum_up(losses, correct).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
 
 
 def test_sums_are_the_same_to_the_bit_however_a_run_was_divided() -> None:
     losses = [*torch.rand(99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
-    scores = [torch.tensor(1)] * 99
+    scores = torch.rand((99, 7), generator=torch.Generator().manual_seed(1))
     for cut in range(1, 99):
-        parts = [meter.sum_up(losses[of], scores[of], 7) for of in (slice(cut), slice(cut, None))]
-        assert torch.equal(meter.sum_up(losses, scores, 7), parts[0] + parts[1])
+        parts = [meter.sum_up(losses[of], scores[of]) for of in (slice(cut), slice(cut, None))]
+        assert torch.equal(meter.sum_up(losses, scores), parts[0] + parts[1])
 
 
 @pytest.fixture

@@ -54,7 +54,9 @@ def _digest_of_step(threads: int) -> str:
     found = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return trial.digest_of_step(Normalised(MODELS["cnn"](10, MNIST), [0.0], [1.0]), fit_recipe())
+        return trial.digest_of_step(
+            Normalised(MODELS["cnn"](10, MNIST), [0.0], [1.0]), fit_recipe()
+        )
     finally:
         torch.set_num_threads(found)
 
