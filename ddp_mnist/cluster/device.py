@@ -27,6 +27,7 @@ class DeviceConfig:
     precision: str  # no, fp16, bf16 or fp64
     compile_options: dict[str, Any]  # of torch.compile, with a `backend`; {}: not compiled
     has_bf16: bool  # natively
+    may_choose_precision: bool  # bf16 of a CPU, which auto chose: some nets are slower in it
     launcher_precision: str  # which accelerate launch names; "no" by default, as without it
     notes: tuple[str, ...] = ()  # what is not as it was asked, or as an earlier part had it
 
@@ -73,7 +74,8 @@ def choose_device(
         precision = "auto"  # a YAML's fp16 is meant for GPUs
     if full_precision:
         precision = "no"
-    elif precision == "auto":
+    is_open = precision == "auto"
+    if is_open:
         precision = "bf16" if has_bf16 else "no" if on_cpu else "fp16"
 
     # What does not exist here, or does not fit together.
@@ -103,6 +105,7 @@ def choose_device(
         precision=precision,
         compile_options={} if off else compile_options,
         has_bf16=has_bf16,
+        may_choose_precision=is_open and on_cpu and has_bf16,
         launcher_precision=by_launcher or "no",
         notes=tuple(notes),
     )

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -98,12 +98,7 @@ def join_world(
                 form_group(store, config.backend, local_rank, flags.dist_timeout)
             on_gpu = config.device == "cuda"
             export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
-            accelerator = make_accelerator(
-                cpu=not on_gpu,
-                mixed_precision="no" if config.precision == "fp64" else config.precision,
-                backend=None if config.backend == "none" else config.backend,
-                hook=flags.comm_hook,
-            )
+            accelerator = accelerator_for(config, flags)
             if not launch.is_alone:
                 os.environ["LOCAL_RANK"] = str(local_rank)
             if accelerator.num_processes != launch.world_size:
@@ -125,6 +120,23 @@ def join_world(
         end_group()
     finally:
         gc.unfreeze()
+
+
+def accelerator_for(config: DeviceConfig, flags: Distribution) -> Accelerator:
+    """Return the Accelerator of this process. With another one before it, its group is kept."""
+    AcceleratorState._shared_state.clear()  # else it would refuse another precision
+    return make_accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision="no" if config.precision == "fp64" else config.precision,
+        backend=None if config.backend == "none" else config.backend,
+        hook=flags.comm_hook,
+    )
+
+
+def in_full_precision(world: World, flags: Distribution) -> World:
+    """Return the world with an Accelerator that computes in the dtype of the weights."""
+    world = replace(world, precision="no")
+    return replace(world, accelerator=accelerator_for(world, flags))
 
 
 @contextlib.contextmanager

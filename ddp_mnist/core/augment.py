@@ -7,6 +7,7 @@ on the kind of images that the recipe names: `strokes`, bright on black, are rot
 shifted; `pictures` are mirrored, cropped and coloured; `characters` in pictures are not mirrored.
 """
 
+import functools
 import math
 
 import torch
@@ -79,13 +80,9 @@ def augment(images: Tensor, augmentations: Tensor) -> Tensor:
     pictures = augmentations.shape[1] > 2
     # Computed here because the matrix product in F.affine_grid may differ in the last bits with the
     # number of images in the batch.
-    height, width = images.shape[2:]
-    x_axis, y_axis = (
-        torch.linspace(-(n - 1) / n, (n - 1) / n, n, device=images.device) for n in (width, height)
-    )
-    y, x = torch.meshgrid(y_axis, x_axis, indexing="ij")
-    m = augmentations[:, :2, :, None, None]
-    grid = m[:, :, 0] * x + m[:, :, 1] * y + m[:, :, 2]
+    x, y = _pixel_centres(*images.shape[2:], images.device)
+    slope_x, slope_y, offset = augmentations[:, :2, :, None, None].unbind(2)
+    grid = slope_x * x + slope_y * y + offset
     moved = F.grid_sample(
         images.float(),
         grid.permute(0, 2, 3, 1),
@@ -94,8 +91,16 @@ def augment(images: Tensor, augmentations: Tensor) -> Tensor:
         align_corners=False,
     ).round_()
     if pictures:
-        moved = _coloured(moved, *augmentations[:, 2, :, None, None, None].unbind(1)).round_()
-    return moved.clamp_(0, 255).to(torch.uint8)
+        moved = _coloured(moved, *augmentations[:, 2, :, None, None, None].unbind(1))
+        moved = moved.round_().clamp_(0, 255)
+    return moved.to(torch.uint8)
+
+
+@functools.cache
+def _pixel_centres(height: int, width: int, device: torch.device) -> list[Tensor]:
+    """Return x and y of each pixel in grid_sample's coordinates, float32 [height, width] each."""
+    y, x = (torch.linspace(1 / n - 1, 1 - 1 / n, n, device=device) for n in (height, width))
+    return [x.expand(height, width), y[:, None].expand(height, width)]
 
 
 def _coloured(x: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:

@@ -107,11 +107,10 @@ class Classification(Task):
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.own_loss:
             losses = self.own_loss(outputs, targets)
-        else:
-            how = "mean" if self.weights is None else "none"
-            losses = F.cross_entropy(
-                outputs, targets, reduction=how, label_smoothing=self.smoothing
-            )
+        else:  # F.cross_entropy with label_smoothing, in half as many operations
+            logs = F.log_softmax(outputs, 1)
+            losses = F.nll_loss(logs, targets, reduction="none")
+            losses = losses.lerp(-logs.mean(1), self.smoothing)
         return (losses if self.weights is None else losses * self.weights[targets]).mean()
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -56,12 +56,13 @@ def is_known(name: str) -> bool:
     return name in MODELS or name.startswith("torchvision:")
 
 
-def memory_format_of(name: str) -> torch.memory_format:
-    """Return the memory format of a net's weights and maps: channels last, which is faster.
+def gains_by_bf16(net: nn.Module) -> bool:
+    """Return whether a CPU that multiplies in bfloat16 trains the net faster in it.
 
-    A user's net gets the contiguous format, because it may .view its maps.
+    oneDNN's depthwise convolutions are slow in it: docs/benchmarks.md has the figures.
     """
-    return torch.channels_last if is_known(name) else torch.contiguous_format
+    convolutions = (m for m in net.modules() if isinstance(m, nn.Conv2d))
+    return all(m.groups == 1 for m in convolutions)
 
 
 def has_batch_norm(net: nn.Module) -> bool:

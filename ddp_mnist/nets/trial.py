@@ -64,6 +64,21 @@ def check(model: Normalised, name: str, outputs: int, shape: Shape, at_once: int
             raise UsageError(f"--model {name}: {key} is {part.dtype}, which DDP cannot send; {fix}")
 
 
+def takes_channels_last(net: Normalised, name: str, outputs: int, shape: Shape) -> bool:
+    """Return whether the net has convolutions and trains in that memory format, which it then has.
+
+    It fails if the net, which has to be one that trains, calls .view on its maps.
+    """
+    if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
+        return False
+    try:
+        try_net(net.train().to(memory_format=torch.channels_last), name, outputs, (2, *shape))
+    except UsageError:
+        net.to(memory_format=torch.contiguous_format)
+        return False
+    return True
+
+
 def lacks_parameters(net: nn.Module) -> bool:
     """Return whether a net lacks parameters, or hides layers in a plain list, untrained."""
     modules = {*net.modules()}

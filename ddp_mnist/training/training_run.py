@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
-from ddp_mnist.cluster.world import World
+from ddp_mnist.cluster.world import World, in_full_precision
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.core.recipe import Recipe
@@ -16,7 +17,7 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import trial
-from ddp_mnist.nets.build import build_net, has_batch_norm, is_known, memory_format_of
+from ddp_mnist.nets.build import build_net, gains_by_bf16, has_batch_norm, is_known
 from ddp_mnist.nets.initial_weights import load_weights
 from ddp_mnist.system.console import Console
 from ddp_mnist.task import make_task
@@ -34,6 +35,7 @@ class TrainingRun:
     found: NamedObjects
     task: Task  # what is learned from the images
     recipe: Recipe  # how the net is trained; --inject may change it
+    memory_format: torch.memory_format = torch.channels_last  # of weights and maps
     step_digest: str = ""  # of what this CPU makes of a step; "" for one process, and on GPUs
     step_times: Times | None = None  # with one thread and with several, if that is open
 
@@ -57,7 +59,10 @@ def make_run(
     found, device = found or NamedObjects(), world.accelerator.device
     train = subset(images, "train")
     task = make_task(config.recipe, images.classes, train, device, found.scores)
-    return TrainingRun(config, world, images, found, task, recipe)
+    # A user's net may call .view on its maps: a trial shows it.
+    is_ours = is_known(str(config.recipe.model))
+    memory_format = torch.channels_last if is_ours else torch.contiguous_format
+    return TrainingRun(config, world, images, found, task, recipe, memory_format)
 
 
 # --- The net
@@ -80,7 +85,7 @@ def in_format(run: TrainingRun, net: Normalised) -> Normalised:
     """Return the net in the dtype and the memory format of the run."""
     if run.world.precision == "fp64":
         net.double()
-    return net.to(memory_format=memory_format_of(run.model))
+    return net.to(memory_format=run.memory_format)
 
 
 def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
@@ -119,15 +124,30 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
         train = subset(run.images, "train")
         _, targets, _ = train.take([*range(min(3, len(train)))])
         trial.check_task(run.task, named, targets.to(world.accelerator.device))
-    if world.may_choose_threads:
-        step, total = one_step(run, net), run.recipe.total_steps
-        run = replace(run, step_times=time_threads(step, at_once, total))
+    run = choose_computation(run, net, at_once)
     if world.store.world_size > 1 and world.device == "cpu":
         run = replace(run, step_digest=trial.digest_of_step(net, run.recipe))
     if is_known(run.model):
         return run
     lost = trial.check_state(make, run.model, image_format.shape)
     return replace(run, images=run.images.with_caveat(lost)) if lost else run
+
+
+def choose_computation(run: TrainingRun, net: Normalised, images_at_once: int) -> TrainingRun:
+    """Return the run, with how it computes where that is open and depends on the net.
+
+    Precision and memory format follow from the net, alike on every rank; of the number of threads
+    only the times are taken. The net is changed: pass one that will be discarded.
+    """
+    name, world, shape = run.model, run.world, run.images.image_format.shape
+    if world.may_choose_precision and not gains_by_bf16(net):
+        run = replace(run, world=in_full_precision(world, run.config.distribution))
+    if not is_known(name) and trial.takes_channels_last(net, name, run.task.outputs, shape):
+        run = replace(run, memory_format=torch.channels_last)
+    if not world.may_choose_threads:
+        return run
+    step, steps = one_step(run, net), run.recipe.total_steps
+    return replace(run, step_times=time_threads(step, images_at_once, steps))
 
 
 def one_step(run: TrainingRun, net: Normalised) -> Callable[[int], None]:
