@@ -18,6 +18,8 @@ Factory = Callable[[int, Shape], nn.Module]  # of the number of outputs and an i
 # Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
 # as for all others, and undoes that inside the net.
 FROM_TENSORFLOW = ("googlenet", "inception_v3")
+# Below it, nets were faster in float32 on a CPU with bf16; of 24 nets, one was not.
+DENSE_PER_DEPTHWISE = 600
 
 
 def build_net(name: str, task: Task, image_format: ImageFormat) -> Normalised:
@@ -56,13 +58,27 @@ def is_known(name: str) -> bool:
     return name in MODELS or name.startswith("torchvision:")
 
 
-def gains_by_bf16(net: nn.Module) -> bool:
+def gains_by_bf16(net: Normalised, shape: Shape) -> bool:
     """Return whether a CPU that multiplies in bfloat16 trains the net faster in it.
 
-    oneDNN's depthwise convolutions are slow in it: docs/benchmarks.md has the figures.
+    Depthwise convolutions take longer there than in float32: docs/benchmarks.md has the figures.
     """
-    convolutions = (m for m in net.modules() if isinstance(m, nn.Conv2d))
-    return all(m.groups == 1 for m in convolutions)
+    dense, depthwise = 0, 0  # multiplications of other layers; numbers that depthwise ones return
+
+    def count(layer: Any, _images: Any, output: Tensor) -> None:
+        nonlocal dense, depthwise
+        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
+            depthwise += output.numel()
+        else:
+            dense += output.numel() * layer.weight[0].numel()
+
+    layers = (module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear))
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    with torch.no_grad():
+        net.eval()(torch.zeros((1, *shape), dtype=torch.uint8))
+    for hook in hooks:
+        hook.remove()
+    return dense >= DENSE_PER_DEPTHWISE * depthwise
 
 
 def has_batch_norm(net: nn.Module) -> bool:

@@ -140,7 +140,7 @@ def choose_computation(run: TrainingRun, net: Normalised, images_at_once: int) -
     only the times are taken. The net is changed: pass one that will be discarded.
     """
     name, world, shape = run.model, run.world, run.images.image_format.shape
-    if world.may_choose_precision and not gains_by_bf16(net):
+    if world.may_choose_precision and not gains_by_bf16(net, shape):
         run = replace(run, world=in_full_precision(world, run.config.distribution))
     if not is_known(name) and trial.takes_channels_last(net, name, run.task.outputs, shape):
         run = replace(run, memory_format=torch.channels_last)

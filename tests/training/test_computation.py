@@ -32,7 +32,7 @@ class Dense(nn.Module):
         return self.head(x.view(len(x), -1) if self.view else x.flatten(1))
 
 class Depthwise(Dense):
-    groups = 2
+    groups = 8
 
 class Views(Dense):
     view = True
