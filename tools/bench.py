@@ -1,24 +1,32 @@
 """Time the training loop here, as ratios of what ran in the same rounds.
 
     make bench                                            # MNIST, two minutes on two cores
-    python tools/bench.py --dataset digits --processes 4
+    python tools/bench.py --dataset digits --model mlp --processes 4
+    python tools/bench.py --busy 0 1 2 4                  # threads, beside so many busy programs
 
-Two comparisons, each in `--repeats` rounds after one that is discarded:
+The first two compare, each in `--repeats` rounds after one that is discarded:
 
     fit over a plain loop   what Accelerate, log lines and sync points cost
     N processes over one    how far training scales; N would be perfect
 
-The plain loop is `train_plain` below: the same batches, net and optimizer in DDP alone.
+The plain loop is `train_plain` below: the same batches, net and optimizer in DDP alone. Every
+process has one CPU thread, as under `make train` on two cores. Other programs on the machine change
+both sides of a ratio, but rarely by the same share: close them.
 
-Every process has one CPU thread, as under `make train` on two cores. Other programs on the machine
-change both sides of a ratio, but rarely by the same share: close them.
+With `--busy`, whole runs of one process train beside programs that this one starts, each of which
+keeps a core busy: with the number of threads that the run chooses by itself, with one, and with as
+many as there are cores.
 """
 
 import argparse
+import contextlib
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +47,11 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.errors import DdpMnistError, one_line
+from ddp_mnist.system.affinity import cores
+from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import count
 from ddp_mnist.train import fit_recorded
+from ddp_mnist.training.folder import SUMMARY
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import TrainingRun, make_net, make_run
 
@@ -56,31 +68,38 @@ def main() -> None:
     parser.add_argument("--dataset", default="auto", help="as for train [auto]")
     parser.add_argument("--processes", type=int, default=2, help="at least 2 [2]")
     parser.add_argument("--repeats", type=int, default=7, help="rounds [7]")
+    parser.add_argument("--model", default="cnn", help="as for train [cnn]")
+    parser.add_argument("--busy", type=int, nargs="+", metavar="N", help="numbers of programs")
     typed = parser.parse_args()
     if min(typed.processes, typed.repeats) < 2:
         parser.error("--processes and --repeats must be at least 2")
     try:
         dataset, notes = cache.choose(typed.dataset, None)
         print(*notes, f"{dataset}, {typed.repeats} rounds", sep="\n", flush=True)
-        measure(dataset, typed.processes, typed.repeats)
+        if typed.busy:
+            for programs in typed.busy:
+                measure_threads(dataset, typed.model, programs, typed.repeats)
+        else:
+            measure(dataset, typed.model, typed.processes, typed.repeats)
     except DdpMnistError as error:
         sys.exit(one_line(error))
 
 
-def measure(dataset: str, processes: int, repeats: int) -> None:
+def measure(dataset: str, model: str, processes: int, repeats: int) -> None:
     """Alternate between all programs, and print the ratios."""
     sizes = range(1, processes + 1)
-    programs = [("train", size) for size in sizes] + [("plain", processes)]
+    programs = [("train", size) for size in sizes] + [("plain", 1), ("plain", processes)]
     speeds: dict[tuple[str, int], list[float]] = {program: [] for program in programs}
     for number in range(repeats + 1):
         for program in programs if number % 2 else reversed(programs):
             kind, size = program
-            ranks = run_world(
-                size, images_per_s, kind, dataset, size, folder=Path.cwd(), timeout_s=TIMEOUT_S
-            )
+            given = kind, dataset, size, model
+            folder, timeout_s = Path.cwd(), TIMEOUT_S
+            ranks = run_world(size, images_per_s, *given, folder=folder, timeout_s=timeout_s)
             speeds[program].append(min(ranks))  # all wait for the slowest
-    ours, plain = speeds["train", processes], speeds["plain", processes]
-    show(f"fit over a plain loop, {processes} processes", ours, plain)
+    for size in (1, processes):
+        ours, plain = speeds["train", size], speeds["plain", size]
+        show(f"fit over a plain loop, {count(size, 'process')}", ours, plain)
     for size in sizes[1:]:
         show(f"{size} processes over one", speeds["train", size], speeds["train", 1])
 
@@ -96,13 +115,51 @@ def show(name: str, over: Sequence[float], under: Sequence[float]) -> None:
     )
 
 
-def images_per_s(kind: str, dataset: str, size: int) -> float:
+def measure_threads(dataset: str, model: str, programs: int, repeats: int) -> None:
+    """Alternate between numbers of threads beside busy programs, and print the ratios."""
+    numbers = ("", "1", str(cores()))  # the first one lets the run choose
+    speeds: dict[str, list[float]] = {threads: [] for threads in numbers}
+    with busy(programs):
+        for number in range(repeats + 1):
+            for threads in numbers if number % 2 else reversed(numbers):
+                speeds[threads].append(speed_of_run(dataset, model, threads))
+    chosen, one, several = speeds.values()
+    beside = f"beside {count(programs, 'program')}"
+    show(f"chosen threads over one, {beside}", chosen, one)
+    show(f"chosen threads over {cores()}, {beside}", chosen, several)
+
+
+@contextlib.contextmanager
+def busy(programs: int) -> Iterator[None]:
+    """Run so many programs, each of which keeps a core busy, beside the block."""
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for program in started:
+            program.kill()
+            program.wait()
+
+
+def speed_of_run(dataset: str, model: str, threads: str) -> float:
+    """Return the images/s of a whole run of one process with so many threads."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"OMP_NUM_THREADS": threads} if threads else {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ddp_mnist", "train", "--cpu", "--quiet"]
+        flags = ["--dataset", dataset, "--model", model, "--run-dir", f"{folder}/run"]
+        subprocess.run([*command, *flags], env=variables, check=True)
+        return float(read_json(Path(folder, "run", SUMMARY))["images_per_second"])
+
+
+def images_per_s(kind: str, dataset: str, size: int, model: str = "cnn") -> float:
     """Return the speed over all ranks of an epoch of at most STEPS full batches."""
     flags = Distribution(mixed_precision="no", backend=backend_among(size))
     with join_world(flags, find_launch(flags)) as world:
         images = cache.load(dataset)
         rows, shown = len(images.rows["train"]), images.image_format.kind
-        resolved, full = resolve_recipe(Recipe(), rows, size, kind=shown)
+        resolved, full = resolve_recipe(Recipe(model=model), rows, size, kind=shown)
         steps = min(STEPS, rows // full.batch_size)
         recipe = replace(full, epochs=1, steps_per_epoch=steps)
         short = first_rows(images, steps * recipe.batch_size)
