@@ -67,7 +67,8 @@ def threads_line(run: TrainingRun) -> str:
     if not run.step_times:
         return ""
     took = [f"{1000 * seconds:.1f} ms with {n}" for n, seconds in run.step_times.items()]
-    busy = "; other programs seem to run here" if torch.get_num_threads() == 1 else ""
+    one, several = run.step_times.values()
+    busy = "; other programs seem to run here" if one < several else ""
     return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}{busy}"
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-SHARE, MOST_S = 0.03, 1.0  # of the time of all steps, and seconds, that the timing may take
+# Of the time of all steps, what the timing may take, and seconds that it takes at least and at most
+SHARE, LEAST_S, MOST_S = 0.03, 0.15, 1.0
 LEAST_STEPS = 100  # of a run: in a shorter one nothing is gained
-STEP_S = 0.05  # of a step that is timed: with fewer images if the run's take longer
-MARGIN = 0.9  # one thread counts if it takes less than this share of the time of several
+STEP_S = 0.05  # of a step, above which it is timed with no more images
+# Several count if they take less than this share of one thread's time: they have more to lose if the
+# machine gets busy later.
+MARGIN = 0.85
 
 # Seconds of a step with 1 thread and with as many as there are cores, by the number of threads
 Times = dict[str, float]
@@ -34,15 +37,15 @@ def time_threads(step: Callable[[int], None], images: int, total_steps: int) -> 
         step(count)
         return time.perf_counter() - clock
 
-    begun, few = time.perf_counter(), min(images, 2)
+    begun, count = time.perf_counter(), min(images, 2)
     try:
-        timed(few, several)  # the first step of a kind takes longer
-        least_s = timed(few, several)
-        count = max(few, min(images, int(few * STEP_S / least_s)))
-        timed(count, 1)
-        budget_s = SHARE * total_steps * timed(count, several) * images / count
+        while timed(count, several) < STEP_S and count < images:
+            count = min(images, 3 * count)
+        timed(count, 1)  # the first step of a kind takes longer
+        share_s = SHARE * total_steps * timed(count, several) * images / count
+        ends = begun + min(max(share_s, LEAST_S), MOST_S)
         sums, rounds = {1: 0.0, several: 0.0}, 0
-        while rounds < 2 or time.perf_counter() - begun < min(budget_s, MOST_S):
+        while not rounds or time.perf_counter() < ends:
             for threads in sums:
                 sums[threads] += timed(count, threads)
             rounds += 1
@@ -60,9 +63,9 @@ def slowest(everyone: Sequence[Times | None]) -> Times | None:
 
 
 def use_fastest(times: Times | None) -> None:
-    """Go on with one thread if that is faster by these times, which are all ranks'."""
+    """Go on with one thread unless several are faster by these times, which are all ranks'."""
     if times:
         one, several = times.values()
-        if one < MARGIN * several:
+        if several > MARGIN * one:
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)

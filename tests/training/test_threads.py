@@ -35,7 +35,7 @@ def threads_as_found() -> Any:
     ("ms_per_image", "at_once", "most"),
     [
         ({1: 0.1, 2: 0.05}, 40, 40),  # all at once, as in the run
-        ({1: 5.0, 2: 10.0}, 40, 5),  # too slow for that: STEP_S each
+        ({1: 5.0, 2: 10.0}, 40, 6),  # too slow for that
     ],
 )
 def test_steps_are_timed_with_one_thread_and_with_several(
@@ -70,14 +70,15 @@ def test_all_ranks_choose_by_the_slowest(monkeypatch: Patch) -> None:
 
         return each_of(len(by_rank), of_rank)
 
-    slowest = {"1": 0.055, "4": 0.06}
-    assert agreed([{"1": 0.055, "4": 0.02}, {"1": 0.03, "4": 0.06}]) == [slowest, slowest]
-    assert os.environ["OMP_NUM_THREADS"] == "4"  # too close to give up the cores
+    slowest = {"1": 0.08, "4": 0.06}
+    assert agreed([{"1": 0.08, "4": 0.02}, {"1": 0.03, "4": 0.06}]) == [slowest, slowest]
+    assert os.environ["OMP_NUM_THREADS"] == "4"
     # On rank 1 a person has set them
     assert agreed([{"1": 0.01, "4": 0.06}, None]) == [None, None]
     assert os.environ["OMP_NUM_THREADS"] == "4"
     torch.set_num_threads(2)
-    assert agreed([{"1": 0.01, "4": 0.02}] * 2) == [{"1": 0.01, "4": 0.02}] * 2
+    close = {"1": 0.01, "4": 0.009}
+    assert agreed([close] * 2) == [close] * 2
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
