@@ -14,8 +14,8 @@ import torch
 SHARE, LEAST_S, MOST_S = 0.03, 0.15, 1.0
 LEAST_STEPS = 100  # of a run: in a shorter one nothing is gained
 STEP_S = 0.05  # of a step, above which it is timed with no more images
-# Several count if they take less than this share of one thread's time: they have more to lose if the
-# machine gets busy later.
+# Several count if they take less than this share of one thread's time: they have more to lose if
+# the machine gets busy later.
 MARGIN = 0.85
 
 # Seconds of a step with 1 thread and with as many as there are cores, by the number of threads
