@@ -149,8 +149,8 @@ def set_threads(launch: Launch, device: str, processes_here: int, before: int = 
     """Share this machine's cores among its processes, and set this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 by default, which leaves cores idle, so that is overridden. A
-    larger number is kept; so is one that was set without a launcher, and else, where there are as
-    many cores, that of the run that is resumed: `before`. Return whether none of them decides.
+    larger number is kept; so is one that was set without a launcher, and else that of the run that
+    is resumed, `before`, if it has as many cores here. Return whether none of them decides.
     """
     is_open = False
     given = os.environ.get("OMP_NUM_THREADS") or "0"
