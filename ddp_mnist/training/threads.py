@@ -13,10 +13,10 @@ import torch
 # Of the time of all steps, what the timing may take, and seconds that it takes at least and at most
 SHARE, LEAST_S, MOST_S = 0.03, 0.15, 1.0
 LEAST_STEPS = 100  # of a run: in a shorter one nothing is gained
-STEP_S = 0.05  # of a step, above which it is timed with no more images
+STEP_S = 0.1  # of a step, above which it is timed with no more images
 # Several count if they take less than this share of one thread's time: they have more to lose if
 # the machine gets busy later.
-MARGIN = 0.85
+MARGIN = 0.9
 
 # Seconds of a step with 1 thread and with as many as there are cores, by the number of threads
 Times = dict[str, float]
@@ -39,10 +39,10 @@ def time_threads(step: Callable[[int], None], images: int, total_steps: int) -> 
 
     begun, count = time.perf_counter(), min(images, 2)
     try:
-        while timed(count, several) < STEP_S and count < images:
+        while (step_s := timed(count, several)) < STEP_S and count < images:
             count = min(images, 3 * count)
         timed(count, 1)  # the first step of a kind takes longer
-        share_s = SHARE * total_steps * timed(count, several) * images / count
+        share_s = SHARE * total_steps * step_s * images / count
         ends = begun + min(max(share_s, LEAST_S), MOST_S)
         sums, rounds = {1: 0.0, several: 0.0}, 0
         while not rounds or time.perf_counter() < ends:
