@@ -1,6 +1,6 @@
 """Time the training loop here, as ratios of what ran in the same rounds.
 
-    make bench                                            # MNIST, two minutes on two cores
+    make bench                                            # MNIST, three minutes on two cores
     python tools/bench.py --dataset digits --model mlp --processes 4
     python tools/bench.py --busy 0 1 2 4                  # threads, beside so many busy programs
 
@@ -15,7 +15,7 @@ both sides of a ratio, but rarely by the same share: close them.
 
 With `--busy`, whole runs of one process train beside programs that this one starts, each of which
 keeps a core busy: with the number of threads that the run chooses by itself, with one, and with as
-many as there are cores.
+many as there are cores. Their speeds leave out the second at most in which a run chooses.
 """
 
 import argparse

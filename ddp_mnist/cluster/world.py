@@ -123,8 +123,7 @@ def join_world(
 
 
 def accelerator_for(config: DeviceConfig, flags: Distribution) -> Accelerator:
-    """Return the Accelerator of this process. With another one before it, its group is kept."""
-    AcceleratorState._shared_state.clear()  # else it would refuse another precision
+    """Return the Accelerator of this process."""
     return make_accelerator(
         cpu=config.device == "cpu",
         mixed_precision="no" if config.precision == "fp64" else config.precision,
@@ -135,6 +134,7 @@ def accelerator_for(config: DeviceConfig, flags: Distribution) -> Accelerator:
 
 def in_full_precision(world: World, flags: Distribution) -> World:
     """Return the world with an Accelerator that computes in the dtype of the weights."""
+    AcceleratorState._shared_state.clear()  # of the other Accelerator; the group stays
     world = replace(world, precision="no")
     return replace(world, accelerator=accelerator_for(world, flags))
 

@@ -36,7 +36,7 @@ class Meter:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.task = task
         self.losses: list[Tensor] = []
-        self.answers: list[tuple[Tensor, Tensor]] = []  # outputs and targets
+        self.answers: list[tuple[Tensor, Tensor]] = []  # predictions and targets
         self.gradient_norm: Tensor | None = None  # of the last step that is logged
         self.waited_s = self.training_s = 0.0  # this rank's, since the last log line
         self.last_sync = self.last_save = progress.step
@@ -84,7 +84,7 @@ class Meter:
         the sync point.
         """
         self.losses.append(loss.detach())
-        self.answers.append((outputs.detach(), targets))
+        self.answers.append((self.task.predict(outputs.detach()), targets))
 
     def sync(self, stop_requests: Sequence[float]) -> list[float]:
         """Add all ranks' counts to their progress, and plan the next sync point.
@@ -92,8 +92,7 @@ class Meter:
         Return the sums over all ranks of `stop_requests`, which are this rank's. Raise
         Diverged, on all ranks alike.
         """
-        outputs, targets = map(torch.cat, zip(*self.answers, strict=True))
-        scores = self.task.score(self.task.predict(outputs), targets)
+        scores = self.task.score(*map(torch.cat, zip(*self.answers, strict=True)))
         sums = sum_up(self.losses, scores.view(len(self.losses), -1))
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()

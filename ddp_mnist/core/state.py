@@ -192,6 +192,10 @@ class State:
             saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device has it
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
+        for parameter, moments in self.optimizer.state.items():
+            for name, moment in moments.items():
+                if moment.ndim == 4:  # fused steps take it to have the parameter's strides
+                    moments[name] = torch.empty_like(parameter).copy_(moment)
         if self.scaler and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         if content["best_weights"] is not None:

@@ -18,7 +18,7 @@ Factory = Callable[[int, Shape], nn.Module]  # of the number of outputs and an i
 # Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
 # as for all others, and undoes that inside the net.
 FROM_TENSORFLOW = ("googlenet", "inception_v3")
-# Below it, nets were faster in float32 on a CPU with bf16; of 24 nets, one was not.
+# Below it, nets were faster in float32 on a CPU with bf16: ten of eleven.
 DENSE_PER_DEPTHWISE = 600
 
 

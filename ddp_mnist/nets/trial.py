@@ -72,7 +72,8 @@ def takes_channels_last(net: Normalised, name: str, outputs: int, shape: Shape) 
     if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
         return False
     try:
-        try_net(net.train().to(memory_format=torch.channels_last), name, outputs, (2, *shape))
+        for each in (net.to(memory_format=torch.channels_last).eval(), net.train()):
+            try_net(each, name, outputs, (2, *shape))
     except UsageError:
         net.to(memory_format=torch.contiguous_format)
         return False
@@ -171,12 +172,12 @@ def digest_of_step(net: nn.Module, recipe: Recipe) -> str:
     with other instructions or another number of threads, its weights drift from the others'.
     """
     digest, shared = hashlib.sha256(), generator("trial")
-    for parameter in net.parameters():
-        gradient = torch.rand(parameter.shape, generator=shared)
-        if recipe.max_grad_norm:
-            gradient = gradient / gradient.norm()
-        if recipe.optimizer == "muon" and gradient.ndim == 4:
-            [gradient] = orthogonal([gradient])
+    gradients = [torch.rand(parameter.shape, generator=shared) for parameter in net.parameters()]
+    if recipe.max_grad_norm:
+        gradients = [gradient / gradient.norm() for gradient in gradients]
+    if recipe.optimizer == "muon" and (kernels := [each for each in gradients if each.ndim == 4]):
+        gradients += orthogonal(kernels)
+    for gradient in gradients:
         digest.update(gradient.lerp(gradient.square(), 0.1).numpy().tobytes())
     return digest.hexdigest()[:8]
 

@@ -67,9 +67,7 @@ def threads_line(run: TrainingRun) -> str:
     if not run.step_times:
         return ""
     took = [f"{1000 * seconds:.1f} ms with {n}" for n, seconds in run.step_times.items()]
-    one, several = run.step_times.values()
-    busy = "; other programs seem to run here" if one < several else ""
-    return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}{busy}"
+    return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}"
 
 
 def recipe_line(config: TrainConfig, images: ImageData) -> str:

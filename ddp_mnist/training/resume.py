@@ -66,14 +66,14 @@ def find(config: TrainConfig, store: Store) -> EarlierRun | None:
 def distribution_before(config: TrainConfig, store: Store) -> dict[str, Any] | None:
     """Return how the run to resume was distributed; None to begin one. Raises as `find` does.
 
-    "threads" is with it if there were as many processes: with others no bit is kept anyway.
+    "threads" is with it if as many processes computed on CPUs: else no bit is kept anyway.
     """
     earlier = find(config, store)
     if not earlier:
         return None
     world = earlier.saved["world"]
-    as_many = world.get("world size") == store.world_size
-    return earlier.saved["distribution"] | {"threads": world.get("threads", 0) * as_many}
+    is_alike = (world.get("world size"), world.get("device")) == (store.world_size, "cpu")
+    return earlier.saved["distribution"] | {"threads": world.get("threads", 0) if is_alike else 0}
 
 
 def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:

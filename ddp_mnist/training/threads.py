@@ -12,8 +12,8 @@ import torch
 
 # Of the time of all steps, what the timing may take, and seconds that it takes at least and at most
 SHARE, LEAST_S, MOST_S = 0.03, 0.15, 1.0
-LEAST_STEPS = 100  # of a run: in a shorter one nothing is gained
-STEP_S = 0.1  # of a step, above which it is timed with no more images
+LEAST_STEPS = 100  # of a run: a shorter one is soon over, as a rule
+STEP_S = 0.1  # of a step with one thread, from which on it is timed with no more images
 # Several count if they take less than this share of one thread's time: they have more to lose if
 # the machine gets busy later.
 MARGIN = 0.9
@@ -39,9 +39,9 @@ def time_threads(step: Callable[[int], None], images: int, total_steps: int) -> 
 
     begun, count = time.perf_counter(), min(images, 2)
     try:
-        while (step_s := timed(count, several)) < STEP_S and count < images:
+        while (step_s := timed(count, 1)) < STEP_S and count < images:
             count = min(images, 3 * count)
-        timed(count, 1)  # the first step of a kind takes longer
+        timed(count, several)  # the first step of a kind takes longer
         share_s = SHARE * total_steps * step_s * images / count
         ends = begun + min(max(share_s, LEAST_S), MOST_S)
         sums, rounds = {1: 0.0, several: 0.0}, 0

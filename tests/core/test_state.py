@@ -1,3 +1,4 @@
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from torch import nn
 
 from ddp_mnist.core.errors import Diverged
 from ddp_mnist.core.evaluation import EvalResult
+from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.state import Progress, State, Sums
 from ddp_mnist.core.task import Classification, Task
@@ -106,6 +108,31 @@ def test_weights_of_another_dtype_are_refused() -> None:
     line = r"^weight was torch\.float32, and is torch\.float64 here$"
     with pytest.raises(ValueError, match=line):
         state.restore(content, fit_recipe())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_moments_are_restored_in_the_memory_format_of_the_net(name: str) -> None:
+    """torch's fused steps read them as they lie in memory, whatever their strides."""
+    recipe, task = fit_recipe(optimizer=name), Classification([*"ab"])
+    torch.manual_seed(0)
+    weights, gradient = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2)
+
+    def made(memory_format: torch.memory_format) -> State:
+        net = nn.Conv2d(3, 4, 2, bias=False)
+        net.weight.data.copy_(weights)
+        net.to(memory_format=memory_format)
+        return State(net, make_optimizer(net, recipe), None, task)
+
+    def step(state: State) -> torch.Tensor:
+        [kernel] = state.net.parameters()
+        kernel.grad = torch.empty_like(kernel).copy_(gradient)
+        state.optimizer.step()
+        return kernel.detach()
+
+    first, resumed = made(torch.contiguous_format), made(torch.channels_last)
+    step(first)
+    resumed.restore(copy.deepcopy(first.content(recipe)), recipe)
+    assert torch.allclose(step(resumed), step(first), atol=1e-6)
 
 
 def test_a_recipe_that_asks_for_more_goes_on() -> None:

@@ -64,6 +64,7 @@ def test_the_net_decides(
         assert read_json(run / "config.json")["distribution"]["mixed_precision"] == effect
         seen = sys.modules[module].SEEN
         assert seen[-1] == (layout, dtype_of(effect))
+    seen.clear()
     again = api.train(resume=tmp_path / "auto", epochs=2, cpu=True, quiet=True)
     assert again["precision"] == precision
     assert seen[-1] == (layout, dtype_of(precision))
