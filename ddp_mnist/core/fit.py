@@ -50,8 +50,8 @@ def fit(
     net = make_net().to(device)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, prepared, loader = accelerator.prepare(net, optimizer, loader)
-    # A prepared optimizer adds fp16's loss scaler, and searches the disk for a package in each step:
-    # see docs/benchmarks.md.
+    # A prepared optimizer adds fp16's loss scaler, and searches the disk for a package in each
+    # step: see docs/benchmarks.md.
     optimizer = prepared if accelerator.scaler else optimizer
     # DDP regroups gradients after its first backward pass: so it does one now, resumed or not.
     warm_up_ddp(accelerator, model, train_rows.take([*range(batches.micro_batch_size)])[0])
