@@ -17,14 +17,17 @@ from ddp_mnist.system.text import did_you_mean
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
 # resnet18 four times as long, so other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
-OWN = r"[\w.]+:\w+"  # MODULE:NAME
+NAMED = r"[\w.]+:[\w.]+"  # LIBRARY:NET or MODULE:NAME
+# Of a net that starts from weights: the side of its images, unless the weights say another, and the
+# learning rate of its last layer, which is new, as a multiple of the others'
+FINE_TUNED_SIDE, HEAD_RATE = 160, 10.0
 
 
 class Defaults(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
-    model: str  # one of NETS; a preset with another net names it, and its lr, in `recipe`
-    lr: float  # the peak learning rate of our nets
+    model: str
+    lr: float  # the peak learning rate of that net, and of our others
     # {at least so many train images: (batch size, least number of steps)}, descending
     batches: dict[int, tuple[int, int]]
     augment: bool = True
@@ -35,10 +38,14 @@ class Preset(NamedTuple):
     """The values behind a --preset; a typed flag beats them."""
 
     recipe: dict[str, Any]  # values of any flags of train, whatever the images are
-    strokes: Defaults  # bright on black; chosen on MNIST
-    pictures: Defaults  # all other images; chosen on three data sets, see docs/benchmarks.md
+    # Chosen on MNIST, and on other data sets, see docs/benchmarks.md
+    strokes: Defaults  # bright on black
+    pictures: Defaults  # all other images
+    fine_tuned: Defaults  # whatever the images are, of a net that starts from weights
 
 
+# The net that pictures are learned with, from ImageNet's weights, if these are at hand
+PRETRAINED = "torchvision:regnet_y_400mf"
 PRESETS = {
     "fast": Preset(
         {},
@@ -46,6 +53,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
+        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 200)}, epochs=3),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
@@ -54,6 +62,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}, epochs=10
         ),
+        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 600)}, epochs=6),
     ),
 }
 
@@ -69,11 +78,14 @@ class Recipe(Flags):
         choices=tuple(PRESETS),
     )
     model: str | None = flag(
-        None, f"{', '.join(NETS)}, torchvision:NAME, or own MODULE:NAME [cnn; pictures: cnn_deep]."
+        None, f"{', '.join(NETS)}, torchvision:NAME, timm:NAME, or own MODULE:NAME [see the docs]."
     )
     weights: str | None = flag(
-        None, "Start from a .pth or .safetensors file, or torchvision's weights by name: DEFAULT."
+        None,
+        "Start from a .pth or .safetensors file, or a library's weights: DEFAULT; none: from new"
+        " ones [photos: ImageNet's].",
     )
+    freeze: bool = flag(False, "Train the last layer alone; the rest keeps its --weights.")
     epochs: int | None = changeable(
         None, "Passes over train data [300 steps; pictures: 700 to 2000].", least=1
     )
@@ -124,10 +136,11 @@ class Recipe(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model not in (None, *NETS) and not re.fullmatch(OWN, str(self.model)):
+        if self.model not in (None, *NETS) and not re.fullmatch(NAMED, str(self.model)):
             raise UsageError(
                 f"--model {self.model}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
-                f" torchvision:resnet18) or MODULE:NAME{did_you_mean(str(self.model), NETS)}"
+                " torchvision:resnet18), timm:NAME or MODULE:NAME"
+                f"{did_you_mean(str(self.model), NETS)}"
             )
 
     def val_size_of(self, rows: int) -> int:
@@ -153,15 +166,18 @@ def resolve_recipe(
     val_rows: int | None = None,
     kind: str = "strokes",
     resumes: bool = False,
+    fine_tunes: bool = False,
 ) -> tuple[Recipe, core.Recipe]:
     """Return the flags, each open value chosen for this data and world size, and core's Recipe.
 
     `rows` is the size of the train split, including the `val_rows` held out for validation (by
     default as many as asked for). `kind` is `ImageFormat.kind`. With `resumes`, the batch size is
-    the earlier run's. Raise UsageError for values that do not fit the data or the world size.
+    the earlier run's. With `fine_tunes`, the net starts from weights, and BatchNorm keeps its
+    statistics. Raise UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
     defaults = preset.strokes if kind == "strokes" else preset.pictures
+    defaults = preset.fine_tuned if fine_tunes else defaults
     model = recipe.model or defaults.model
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
@@ -172,7 +188,7 @@ def resolve_recipe(
     epochs = max(math.ceil(steps / steps_per_epoch), defaults.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
     # With AdamW and our nets' learning rate, resnet18 learns nothing.
-    lr = defaults.lr if model in NETS or optimizer == "sgd" else 1e-3
+    lr = defaults.lr if fine_tunes or model in NETS or optimizer == "sgd" else 1e-3
     augment = recipe.augment
     if augment is None:  # a mirrored or shifted image may have other targets
         augment = defaults.augment and not recipe.task
@@ -186,9 +202,14 @@ def resolve_recipe(
         lr=recipe.lr or lr,
         augment=augment,
     )
-    shared = {f.name for f in fields(core.Recipe)} - {"steps_per_epoch", "augment"}
-    needed = {name: getattr(flags, name) for name in shared}
-    found = core.Recipe(**needed, steps_per_epoch=steps_per_epoch, augment=kind if augment else "")
+    chosen = {
+        "steps_per_epoch": steps_per_epoch,
+        "augment": kind if augment else "",
+        "head_rate": HEAD_RATE if fine_tunes and not recipe.freeze else 1.0,
+        "still": "body" if recipe.freeze else "statistics" if fine_tunes else "",
+    }
+    shared = {f.name for f in fields(core.Recipe)} - chosen.keys()
+    found = core.Recipe(**chosen, **{name: getattr(flags, name) for name in shared})
     # A fifth of four images or fewer rounds down to 0.
     fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
     recipe.refuse_unvalidated(val_rows, fix)

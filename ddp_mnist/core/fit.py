@@ -84,8 +84,9 @@ def fit(
             ends_epoch = this_step == steps_before + recipe.steps_per_epoch
             log_due = ends_epoch or this_step % run.log_every == 0
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
+            lr = recipe.learning_rate(progress.step)
             for group in optimizer.param_groups:
-                group["lr"] = lr = recipe.learning_rate(progress.step)
+                group["lr"] = lr * group["rate"]
             seed_forward(device, "step", seed, progress.step, accelerator.process_index)
 
             for part, (images, targets, indices) in enumerate(micro_batches, start=1):

@@ -9,6 +9,7 @@ import torch._dynamo  # AdamW would import it mid-run, delaying signals by a sec
 from torch import Tensor, nn
 
 from .recipe import Recipe
+from .wrappers import last_layer
 
 MOMENTUM = 0.9
 KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in units of the learning rate
@@ -94,12 +95,18 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer, one of OPTIMIZERS; only matrices and kernels decay.
 
-    `scaler` is the loss scaler if training is in fp16.
+    Each group learns at its `rate` times the learning rate. `scaler` is the loss scaler if training
+    is in fp16.
     """
-    parameters = list(model.parameters())
+    head, rates = last_layer(model), dict.fromkeys((1.0, recipe.head_rate))
+    params = {(rate, decays): list[nn.Parameter]() for rate in rates for decays in (True, False)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rate = recipe.head_rate if name.startswith(f"{head}.") else 1.0
+            params[rate, parameter.ndim >= 2].append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": each, "weight_decay": recipe.weight_decay if decays else 0.0, "rate": rate}
+        for (rate, decays), each in params.items()
     ]
     # Fused is the fastest. But with a loss scaler, a fused optimizer itself skips a step that
     # overflowed, and the step would count as taken; None lets torch choose the next fastest.

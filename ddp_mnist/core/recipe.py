@@ -12,10 +12,12 @@ class Recipe:
     steps_per_epoch: int  # whole batches in the train rows
     optimizer: str = "muon"  # one of OPTIMIZERS in optim.py
     lr: float = 1e-2  # the highest learning rate
+    head_rate: float = 1.0  # of the last layer, as a multiple of the learning rate
     weight_decay: float = 1e-2  # of matrices and kernels
     warmup: float = 0.1  # share of the steps in which the learning rate rises
     augment: str = ""  # strokes, pictures or characters, see augment.py; "": not at all
     grad_accum: int = 1  # micro-batches per step
+    still: str = ""  # what does not change, see `hold_still` in wrappers.py
     max_grad_norm: float | None = None  # each step's gradient is clipped to it
     target_accuracy: float | None = None  # a validation's score that ends the run
     patience: int | None = None  # epochs without a better validation that end it

@@ -189,7 +189,8 @@ class State:
                 raise ValueError(f"{name} was {saved}, and is {weight.dtype} here")
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-            saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device has it
+            # `fused` is as this device has it, and an older checkpoint has no `rate`
+            saved |= {key: group[key] for key in ("fused", "rate") if key in group}
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         for parameter, moments in self.optimizer.state.items():

@@ -1,6 +1,7 @@
 """What stands between the pixels and a net, and between its logits and the test."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ class Normalised(nn.Module):
     broadcast those in each step. With `shifted_views`, the net is evaluated by `ShiftedViews`.
     """
 
+    still: Sequence[nn.Module] = ()  # what computes in training as it does in a test
+
     def __init__(
         self,
         net: nn.Module,
@@ -26,11 +29,37 @@ class Normalised(nn.Module):
         self.net = net
         self.mean, self.std, self.shifted_views = mean, std, shifted_views
 
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for module in self.still:
+            module.eval()
+        return self
+
     def forward(self, images: Tensor) -> Tensor:
         x = images.to(next(self.net.parameters()).dtype, copy=True)
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
         return self.net(x)
+
+
+def last_layer(net: nn.Module) -> str:
+    """Return the name of the layer that gives the outputs: the one registered last."""
+    return [*net.state_dict()][-1].rpartition(".")[0]
+
+
+def hold_still(net: Normalised, what: str) -> Normalised:
+    """Keep a part of a net that begins with weights of its own as it is, and return the net.
+
+    `statistics`: BatchNorm normalises by those that it has, so N processes train as one. `body`:
+    all but the last layer, which alone is trained. "": nothing.
+    """
+    if what == "statistics":
+        net.still = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    elif what == "body":
+        net.still, head = [net.net], last_layer(net)
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name.startswith(f"{head}."))
+    return net
 
 
 def as_tested(net: Normalised, model: nn.Module | None = None) -> nn.Module:

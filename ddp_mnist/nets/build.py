@@ -1,6 +1,5 @@
-"""Every net that --model can name: ours, torchvision's, or a class in the user's own file."""
+"""Every net that --model can name: ours, a library's, or a class in the user's own file."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.system.text import did_you_mean
+from ddp_mnist.nets import published
+from ddp_mnist.nets.published import Factory
 
-Factory = Callable[[int, Shape], nn.Module]  # of the number of outputs and an image's shape
-# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
-# as for all others, and undoes that inside the net.
-FROM_TENSORFLOW = ("googlenet", "inception_v3")
 # Below it, nets were faster in float32 on a CPU with bf16: ten of eleven.
 DENSE_PER_DEPTHWISE = 600
 
@@ -49,13 +45,13 @@ def factory_of(name: str) -> Factory:
     if name in MODELS:
         return MODELS[name]
     if is_known(name):
-        return from_torchvision(name.partition(":")[2])
+        return published.factory_of(name)
     return own_code.find("--model", name)
 
 
 def is_known(name: str) -> bool:
-    """Return whether the net is built in or torchvision's, not the user's own."""
-    return name in MODELS or name.startswith("torchvision:")
+    """Return whether the net is built in or a library's, not the user's own."""
+    return name in MODELS or bool(published.NAME.match(name))
 
 
 def gains_by_bf16(net: Normalised, shape: Shape) -> bool:
@@ -84,40 +80,3 @@ def gains_by_bf16(net: Normalised, shape: Shape) -> bool:
 def has_batch_norm(net: nn.Module) -> bool:
     """Return whether the net has BatchNorm, whose results depend on how batches are split."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
-
-
-class GreyAsColour(nn.Module):
-    """A net for colour images that is given grey ones, as three equal channels."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.expand(-1, 3, -1, -1))
-
-
-def from_torchvision(name: str) -> Factory:
-    """Return the factory of one of torchvision's classification nets, for colour images."""
-    from torchvision import models  # takes over a second, so only where it is used
-
-    names = models.list_models(module=models)
-    if name not in names:
-        hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
-        raise UsageError(f"--model torchvision:{name}: torchvision has no such classifier{hint}")
-
-    def make(outputs: int, shape: Shape) -> nn.Module:
-        options = torchvision_options(name, shape)
-        net: nn.Module = models.get_model(name, num_classes=outputs, **options)
-        return net if shape[0] == 3 else GreyAsColour(net)
-
-    return make
-
-
-def torchvision_options(name: str, shape: Shape) -> dict[str, Any]:
-    """Return the arguments of torchvision's `get_model` but the name and `num_classes`."""
-    if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
-        return {"aux_logits": False, "init_weights": True}
-    if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
-        return {"image_size": shape[1]}  # else 224, and the net takes no other size
-    return {}

@@ -1,24 +1,28 @@
-"""The weights that --weights names: those in a file, or torchvision's, by name."""
+"""The weights that --weights names: those in a file, or a library's, by name."""
 
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ddp_mnist.config.recipe import FINE_TUNED_SIDE, NETS
 from ddp_mnist.core.task import Task
+from ddp_mnist.core.wrappers import last_layer
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.nets.build import FROM_TENSORFLOW, GreyAsColour
+from ddp_mnist.nets.published import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    NAME,
+    GreyAsColour,
+    Published,
+    find_published,
+)
 from ddp_mnist.system.files import regular
-from ddp_mnist.system.locks import take
-
-if TYPE_CHECKING:
-    from torchvision.models import WeightsEnum
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
@@ -26,140 +30,136 @@ METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in 
 class InitialWeights(NamedTuple):
     """What --weights names."""
 
-    name: str  # as typed
-    entry: "WeightsEnum | None"  # torchvision's, if they have a name; else `name` is their file
+    typed: str
+    published: Published | None  # else `typed` is a file
+    about: dict[str, Any]  # what a run of ours wrote into its file; else {}
 
     def __str__(self) -> str:
-        return str(self.entry or self.name)
-
-
-# --- By name
+        return self.published.title if self.published else self.typed
 
 
 def find_weights(model: str, weights: str | None) -> InitialWeights | None:
-    """Find the weights that --weights names for the net of --model; None without the flag.
+    """Find the weights that --weights names for the net of --model; None without any.
 
-    A name is a word in capitals, such as DEFAULT, perhaps after its class, as torchvision's pages
-    write it: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
+    A name is a word in capitals, such as DEFAULT, perhaps after its class. Raise UsageError if the
+    net has no weights of that name, or the file cannot be read.
     """
-    if not weights:
+    if weights in (None, "none"):
         return None
     if not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
-        return InitialWeights(weights, None)
-    library, _, net = model.partition(":")
-    if library != "torchvision":
-        fix = "give a .pth or .safetensors file, or use --model torchvision:NAME"
+        return InitialWeights(weights, None, about_file(weights))
+    if not NAME.match(model):
+        fix = "give a .pth or .safetensors file, or use --model torchvision:NAME or timm:NAME"
         raise UsageError(f"--weights {weights}: {model} has none by name; {fix}")
-    from torchvision.models import get_model_weights
-
-    entries = get_model_weights(net)
-    # Those without categories hold only a part of the net; the rest is NaN.
-    names = [name for name, each in entries.__members__.items() if each.meta["categories"]]
-    if (name := weights.removeprefix(f"{entries.__name__}.")) not in names:
-        legal = ", ".join(sorted(names))
-        raise UsageError(f"--weights {weights}: {model} has none of that name; choose from {legal}")
-    return InitialWeights(weights, entries[name])
+    return InitialWeights(weights, find_published(model, weights), {})
 
 
-def file_of(entry: "WeightsEnum") -> Path:
-    """Return the file in torchvision's cache, below TORCH_HOME."""
-    return Path(torch.hub.get_dir(), "checkpoints", entry.url.rpartition("/")[2])
+# --- What they want of the images
 
 
-def size_of(entry: "WeightsEnum") -> int:
-    """Return the side, in pixels, of the squares that the weights were made for."""
-    return entry.transforms().crop_size[0]
+def are_fine_tuned(weights: InitialWeights | None, model: str | None) -> bool:
+    """Return whether there are weights, of another net than ours, whose recipes suit them too."""
+    return bool(weights) and model not in (None, *NETS)
 
 
-def normalised_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
-    """Return the format with the mean and deviation that the net was trained with.
+def size_for(weights: InitialWeights, model: str | None) -> str | None:
+    """Return the --image-size that suits a net which starts from these weights; None: any."""
+    if not are_fine_tuned(weights, model):
+        return None
+    if weights.published and weights.published.is_fixed:
+        return str(weights.published.side)
+    if weights.about:  # a run's
+        _, height, width = weights.about["preparation"]["shape"]
+        return f"{height}x{width}"
+    return str(FINE_TUNED_SIDE)
 
-    For grey images, which the net gets as three equal channels, they are the means over the
-    channels.
+
+def normalised_for(
+    weights: InitialWeights, model: str | None, image_format: ImageFormat
+) -> ImageFormat:
+    """Return the format with the mean and deviation that the weights were made with.
+
+    Those of an unknown file are taken to be ImageNet's, by which nearly all are made. For grey
+    images, which the net gets as three equal channels, they are the means over the channels. Our
+    own nets take the images' own.
     """
-    made = entry.transforms()
-    from_tensorflow = model.partition(":")[2] in FROM_TENSORFLOW
-    mean, std = ([0.5] * 3, [0.5] * 3) if from_tensorflow else (made.mean, made.std)
-    if image_format.shape[0] == 1:
-        mean, std = [sum(mean) / 3], [sum(std) / 3]
-    notes = [*image_format.notes, f"normalised as for {entry}"]
+    if not are_fine_tuned(weights, model):
+        return image_format
+    made = weights.published
+    mean, std = (made.mean, made.std) if made else (IMAGENET_MEAN, IMAGENET_STD)
+    as_for = made.title if made else "ImageNet"
+    if weights.about:
+        mean, std = (weights.about["preparation"][name] for name in ("mean", "std"))
+        as_for = weights.typed
+    if image_format.shape[0] != len(mean):  # a run's on grey images may have one channel
+        mean, std = ([sum(each) / len(each)] * image_format.shape[0] for each in (mean, std))
+    notes = [*image_format.notes, f"normalised as for {as_for}"]
     return dataclasses.replace(image_format, mean=tuple(mean), std=tuple(std), notes=notes)
 
 
 # --- Load them into the net
 
 
-def load_weights(net: nn.Module, model: str, weights: InitialWeights, task: Task) -> str:
+def load_weights(net: nn.Module, weights: InitialWeights, task: Task) -> str:
     """Load the tensors of --weights into the net of --model. Return their origin, in words.
 
-    If they were made for other classes than the task's, the net's last layer (the one registered
-    last) keeps its new weights. Raise UsageError if anything else does not fit.
+    If they were made for other classes than the task's, the net's last layer keeps its new weights.
+    Raise UsageError if they cannot be had, or if anything else does not fit.
     """
-    name, entry = weights
-    if entry:
-        loaded, made_for = read_named(model, name, entry)
-        cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
+    typed, made, about = weights
+    if made:
+        with blame(f"--weights {typed}, for {made.place}", UsageError, made.fix):
+            loaded, made_for = made.fetch(), made.classes
+        cure, origin = f"use --image-size {made.side}", f"{made.title}, from {made.place}"
     else:
-        loaded, made_for = read_weights(name)
-        cure, origin = "name the --model that it was made for", f"from {name}"
+        loaded, made_for = read_weights(typed), about.get("classes")
+        cure, origin = "name the --model that it was made for", f"from {typed}"
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
         net, loaded = net.net, {key.removeprefix("net."): loaded[key] for key in loaded}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
         loaded = {key: loaded[key] for key in loaded if not key.lower().startswith("aux")}
-    tensors = net.state_dict()
+    tensors, layer = net.state_dict(), last_layer(net)
     if not tensors.keys() & loaded.keys():  # DDP's own state_dict() has a prefix
         loaded = {key.removeprefix("module."): loaded[key] for key in loaded}
 
-    layer = [*tensors][-1].rpartition(".")[0]
     last = [key for key in tensors if key.rpartition(".")[0] == layer]
     other_sizes = [key for key in last if key in loaded and loaded[key].shape != tensors[key].shape]
     if other_sizes or made_for not in (None, task.names):
         if any(tensors[key].shape[:1] != (task.outputs,) for key in last):
             fault = f"the net's last layer, {layer}, does not give the {task.outputs}"
             fix = "define the layer that gives them last"
-            raise UsageError(f"--weights {name}: was made for other outputs, and {fault}; {fix}")
+            raise UsageError(f"--weights {typed}: was made for other outputs, and {fault}; {fix}")
         loaded |= {key: tensors[key] for key in last}
         origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
     tensors.clear()  # but for the layers' versions, which mnasnet needs
     tensors.update(loaded)
-    with blame(f"--weights {name}", UsageError, cure):
+    with blame(f"--weights {typed}", UsageError, cure):
         net.load_state_dict(tensors)
     return origin
 
 
-def read_named(
-    model: str, name: str, entry: "WeightsEnum"
-) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Return the tensors of torchvision's net with these weights, and the names of its classes.
+def about_file(file: str) -> dict[str, Any]:
+    """Return what a run of ours wrote into its file of weights; {} for any other file."""
+    if not file.endswith(".safetensors") or not Path(file).is_file():
+        return {}  # a resumed run does without it
+    with blame(f"--weights {file}", UsageError, "give model.safetensors of a finished run"):
+        from safetensors import safe_open
 
-    torchvision downloads the file, in one process per machine, and its code reads it: in old files
-    tensors have other names, or are missing. Raise UsageError if that fails.
-    """
-    from torchvision.models import get_model
-
-    file = file_of(entry)
-    with blame(f"--weights {name}, for {file}", UsageError, f"bring {entry.url} there"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with take(file.with_name(f"{file.name}.lock"), wait=True):
-            # get_model would run code in the file, and prints its progress
-            entry.get_state_dict(check_hash=True, weights_only=True, progress=sys.stderr.isatty())
-        net = get_model(model.partition(":")[2], weights=entry)
-    return net.state_dict(), entry.meta["categories"]
+        with safe_open(file, "pt") as opened:
+            about: dict[str, Any] = json.loads((opened.metadata() or {}).get(METADATA_KEY, "{}"))
+            return about
 
 
-def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Return a file's tensors, and the names of the classes if one of our runs wrote it."""
+def read_weights(file: str) -> dict[str, Tensor]:
+    """Return a file's tensors. Raise UsageError if it holds anything else."""
     fix = "give model.safetensors of a finished run, save net.state_dict() alone, or name DEFAULT"
     with blame(f"--weights {file}", UsageError, fix):
         regular(Path(file))
         if file.endswith(".safetensors"):
-            from safetensors import safe_open
+            from safetensors.torch import load_file
 
-            with safe_open(file, "pt") as opened:
-                about = json.loads((opened.metadata() or {}).get(METADATA_KEY, "{}"))
-                names = opened.keys()
-                return {key: opened.get_tensor(key) for key in names}, about.get("classes")
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+            return load_file(file)
+        loaded: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
         if not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
             raise ValueError("it holds more than tensors")
-        return loaded, None
+        return loaded

@@ -14,7 +14,7 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.task import Score, Task
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import factory_of, is_known
-from ddp_mnist.nets.initial_weights import InitialWeights, find_weights, read_weights
+from ddp_mnist.nets.initial_weights import InitialWeights, about_file, find_weights
 from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.task import find_loss, find_score, find_task
 from ddp_mnist.training.folder import SUMMARY, UNKNOWN, trained_on
@@ -49,9 +49,9 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     trackers = store.broadcast_from_rank0("trackers", lambda: known_trackers(config.run.trackers))
     scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}
     seen = np.zeros(0, np.uint64)
-    if weights and not weights.entry:
+    if weights and not weights.published:
         with blame(f"--weights {recipe.weights}", UsageError):
-            seen = seen_by(Path(weights.name).resolve())
+            seen = seen_by(Path(weights.typed).resolve())
     return NamedObjects(task, scores, trackers, digests, weights, seen)
 
 
@@ -67,8 +67,7 @@ def seen_by(file: Path) -> np.ndarray:
     is_its_own = digest == hashlib.sha256(file.read_bytes()).hexdigest()
     if is_its_own and (known := trained_on(file.parent)).size:
         return known
-    has_classes = read_weights(str(file))[1]
-    return np.array([UNKNOWN] if has_classes else [], np.uint64)
+    return np.array([UNKNOWN] if about_file(str(file)) else [], np.uint64)
 
 
 def known_trackers(trackers: str | None) -> list[str]:

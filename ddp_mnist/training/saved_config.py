@@ -42,6 +42,8 @@ def saved_config(
         "digest": images.digest,
         "test_share": images.test_share,
         "left_out": images.left_out,
+        "normalised": [images.image_format.mean, images.image_format.std],
+        "fine_tunes": bool(run.recipe.still),
         "trained_on": trained_on,
         "own_code": run.found.own_code,
         "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},

@@ -27,12 +27,14 @@ from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import check_still_there, from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
+from ddp_mnist.nets.initial_weights import InitialWeights
 from ddp_mnist.system.affinity import bound_together
 from ddp_mnist.system.console import Console, tell_at_once
 from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, threads, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, UNKNOWN, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
+from ddp_mnist.training.pretrained import choose_pretrained
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
@@ -94,28 +96,48 @@ def resolve_run(
     """
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
+    asked, (config, lacking) = config, choose_pretrained(config, world)
     found = find_named(config, world.store)
-    entry = found.weights and found.weights.entry
-    if entry and not config.run.image_size:  # the size that they were made for
-        size = str(initial_weights.size_of(entry))
+    if found.weights and not config.run.image_size:
+        size = initial_weights.size_for(found.weights, config.recipe.model)
         config = replace(config, run=replace(config.run, image_size=size))
     if earlier and "dataset" not in config.typed:
         check_still_there(config.run.dataset, f"--resume {earlier.path}")
     name, images = load_images(config, found, world, console)
-    if entry:
-        model, image_format = config.recipe.model or "", images.image_format
-        made = initial_weights.normalised_for(entry, model, image_format)
-        images = replace(images, image_format=made)
+    if config.recipe != asked.recipe and images.image_format.kind == "strokes":
+        asked = replace(asked, recipe=replace(asked.recipe, weights="none"))
+        return resolve_run(asked, world, console, earlier)  # the few that were looked at misled
+    if found.weights:
+        images = normalised(images, found.weights, config.recipe.model, earlier)
+    if lacking:
+        images = replace(images, warnings=[lacking, *images.warnings])
     if earlier:
         resume.check_same_images(name, images.digest, earlier)
     images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
-    config, recipe = resolve(config, name, images, world.store.world_size)
+    fine_tunes = initial_weights.are_fine_tuned(found.weights, config.recipe.model)
+    fine_tunes = earlier.saved.get("fine_tunes", False) if earlier else fine_tunes
+    config, recipe = resolve(config, name, images, world.store.world_size, fine_tunes)
     seen, weights = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
     images = images.without(seen, f"--weights {weights} was trained on some")
     if UNKNOWN in found.seen and not earlier:
         without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
         images = images.with_caveat(f"{without}, this may test on images that it has seen")
     return make_run(config, recipe, world, images, found)
+
+
+def normalised(
+    images: ImageData, weights: InitialWeights, model: str | None, earlier: EarlierRun | None
+) -> ImageData:
+    """Return the images with the mean and deviation that the weights were made with.
+
+    A resumed run keeps its own, as a file of weights may be gone.
+    """
+    found = images.image_format
+    made = initial_weights.normalised_for(weights, model, found)
+    if earlier and not weights.published:
+        mean, std = earlier.saved.get("normalised", (found.mean, found.std))
+        made = replace(made, mean=tuple(mean), std=tuple(std))
+    return replace(images, image_format=made)
 
 
 def load_images(
@@ -148,7 +170,7 @@ def load_images(
 
 
 def resolve(
-    config: TrainConfig, dataset: str, images: ImageData, processes: int
+    config: TrainConfig, dataset: str, images: ImageData, processes: int, fine_tunes: bool
 ) -> tuple[TrainConfig, Recipe]:
     """Return the flags, resolved and with places that hold in any folder, and the recipe of `fit`.
 
@@ -157,7 +179,7 @@ def resolve(
     flags, kind, val_rows = config.run, images.image_format.kind, len(images.rows["validation"])
     rows = len(images.rows["train"]) + val_rows
     resolved, recipe = resolve_recipe(
-        config.recipe, rows, processes, val_rows, kind, config.resumes
+        config.recipe, rows, processes, val_rows, kind, config.resumes, fine_tunes
     )
     if flags.profile and flags.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(

@@ -12,7 +12,7 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.task import Task
-from ddp_mnist.core.wrappers import Normalised
+from ddp_mnist.core.wrappers import Normalised, hold_still
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import UsageError
@@ -67,8 +67,7 @@ def make_run(
 
 def make_net(run: TrainingRun) -> Normalised:
     """Return the run's net, in float64 with fp64; with the weights of --weights, if any."""
-    world = run.world
-    net = build_net(run.model, run.task, run.images.image_format)
+    world, net = run.world, new_net(run)
     load_initial_weights(run, net)
     net = in_format(run, net)
     if run.config.distribution.sync_bn:
@@ -76,6 +75,12 @@ def make_net(run: TrainingRun) -> Normalised:
     if world.compile_options:
         net.compile(**world.compile_options)
     return net
+
+
+def new_net(run: TrainingRun) -> Normalised:
+    """Return the run's net with new weights, of which it trains what it trains later."""
+    net = build_net(run.model, run.task, run.images.image_format)
+    return hold_still(net, run.recipe.still)
 
 
 def in_format(run: TrainingRun, net: Normalised) -> Normalised:
@@ -92,7 +97,7 @@ def load_initial_weights(run: TrainingRun, net: Normalised) -> str | None:
     """
     if not run.found.weights or run.config.resumes:
         return None
-    return load_weights(net.net, run.model, run.found.weights, run.task)
+    return load_weights(net.net, run.found.weights, run.task)
 
 
 def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
@@ -102,7 +107,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe, image_format, world = run.config.recipe, run.images.image_format, run.world
-    make = partial(build_net, run.model, run.task, image_format)
+    make = partial(new_net, run)
     sync_bn = run.config.distribution.sync_bn
     if sync_bn and world.accelerator.device.type == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
