@@ -157,7 +157,7 @@ def from_timm(name: str) -> Factory:
         hint = did_you_mean(name, timm.list_models()) or "; see timm.list_models()"
         raise UsageError(f"--model timm:{name}: timm has no such net{hint}")
 
-    def build(outputs: int, shape: Shape) -> nn.Module:
+    def build(outputs: int, _: Shape) -> nn.Module:
         return timm.create_model(name, num_classes=outputs)
 
     return build

@@ -9,6 +9,7 @@ import torch
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
+from ddp_mnist.config.recipe import HEAD_RATE
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
@@ -24,6 +25,11 @@ KINDS = {
     "pictures": ("pictures", "mirrored, cropped, coloured"),
 }
 
+# What `hold_still` does to a net that starts from weights
+STILL = {
+    "statistics": f"the last layer {HEAD_RATE:g} times that, BatchNorm keeps its statistics",
+    "body": "the last layer alone",
+}
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns next to the name of a line
@@ -55,8 +61,9 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "threads": threads_line(run),
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
-        "model": f"{run.model}, seed {config.run.seed}",
-        "recipe": recipe_line(config, images),
+        "model": f"{run.model}, seed {config.run.seed}"
+        + (f", from {printable(str(run.found.weights))}" if run.found.weights else ""),
+        "recipe": recipe_line(config, images, recipe.still),
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
@@ -70,7 +77,7 @@ def threads_line(run: TrainingRun) -> str:
     return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}"
 
 
-def recipe_line(config: TrainConfig, images: ImageData) -> str:
+def recipe_line(config: TrainConfig, images: ImageData, still: str = "") -> str:
     """Return how the images are trained on, for which it was chosen, and the flags that were typed.
 
     A resumed run keeps its original settings, except these flags.
@@ -81,6 +88,7 @@ def recipe_line(config: TrainConfig, images: ImageData) -> str:
     parts = [
         f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
         " the steps",
+        *([STILL[still]] if still else ()),
         changed,
     ]
     if recipe.task or recipe.loss:

@@ -1,4 +1,4 @@
-"""Photos start from ImageNet's weights, unless flags say otherwise, where all machines have them."""
+"""Photos are learned from ImageNet's weights where they can be had, unless a flag asks otherwise."""
 
 import urllib.request
 from dataclasses import replace
@@ -10,7 +10,7 @@ from ddp_mnist.config.recipe import FINE_TUNED_SIDE, PRETRAINED
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.photos import are_photos
 from ddp_mnist.data.sources import NAMED
-from ddp_mnist.nets.initial_weights import InitialWeights, find_weights
+from ddp_mnist.nets.published import Published, find_published
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import causes, reason
 from ddp_mnist.task import find_task
@@ -33,18 +33,16 @@ def choose_pretrained(config: TrainConfig, world: World) -> tuple[TrainConfig, s
     seen = flags.dataset, flags.cache_dir, options, FINE_TUNED_SIDE
     if not store.broadcast_from_rank0("photos", lambda: are_photos(*seen)):
         return config, None
-    weights = find_weights(PRETRAINED, "DEFAULT")
-    mine = why_missing(weights) if store.rank_info.local_rank == 0 else None
+    mine = why_missing(find_published(PRETRAINED, "DEFAULT")) if store.rank_info.local_rank == 0 else None
     why = store.decide_for_all("weights", mine, lambda every: next(filter(None, every), None))
     chosen = recipe if why else replace(recipe, model=PRETRAINED, weights="DEFAULT")
     return replace(config, recipe=chosen), why
 
 
-def why_missing(weights: InitialWeights) -> str | None:
+def why_missing(made: Published) -> str | None:
     """Return why this machine lacks the weights and cannot fetch them, as a sentence; else None."""
     import huggingface_hub.constants
 
-    made = weights.published
     try:
         if not Path(made.place).exists():
             if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -55,8 +53,6 @@ def why_missing(weights: InitialWeights) -> str | None:
     except Exception as error:  # of any transport, torch.hub and torch.load
         why = reason([*causes(error)][-1])
         fix = f"bring {made.url} to {made.place}, or ask for none: --weights none"
-        return (
-            f"{made.title} cannot be had ({why}), so this learns photos from nothing, which on a few"
-            f" hundred reached 0.64 where these weights reach 0.86; {fix}"
-        )
+        costs = "which reached 0.64 on 416 pictures where such weights reach 0.86"
+        return f"{made.title} cannot be had ({why}), so photos are learned from nothing, {costs}; {fix}"
     return None

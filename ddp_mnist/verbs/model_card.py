@@ -13,7 +13,7 @@ from ddp_mnist import __version__
 from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.errors import CheckpointError, blame
-from ddp_mnist.nets.build import torchvision_options
+from ddp_mnist.nets.published import torchvision_options
 from ddp_mnist.system import files
 from ddp_mnist.task import about_task
 from ddp_mnist.training import folder
@@ -28,8 +28,8 @@ PREPARATION = (
     " bilinearly resized to {height}x{width} (height x width)"
 )
 DIGITS = "; a digit in a photo that is not 28x28 is cut out first, as ddp-mnist predict does it"
-# torchvision's nets whose parameters have the same names in timm
-IN_TIMM = re.compile(r"torchvision:((?:wide_)?resnet\d+\w*|resnext\d+\w+|densenet\d+)")
+# timm's nets, and those of torchvision's whose parameters have the same names there
+IN_TIMM = re.compile(r"timm:(\w+).*|torchvision:((?:wide_)?resnet\d+\w*|resnext\d+\w+|densenet\d+)")
 # What is told of a note on the images: numbers, but no name behind them
 COUNTS = re.compile(r"([\d,]+ of [\d,]+ images|images of|normalised as for) .*?(?=: |, as |$)")
 SETTINGS = (
@@ -80,7 +80,8 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     about["preparation"] = metadata(trained)["preparation"]
     found = IN_TIMM.fullmatch(trained.architecture)
     if found and made.shape[0] == 3 and not numbers:
-        about |= {"architecture": found[1], "num_classes": task.outputs, "label_names": task.names}
+        name = found[1] or found[2]
+        about |= {"architecture": name, "num_classes": task.outputs, "label_names": task.names}
         size = {"num_classes": task.outputs, "input_size": made.shape, "fixed_input_size": False}
         crop = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center"}
         about["pretrained_cfg"] = {**size, **crop, **normalised}
@@ -92,12 +93,14 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
 
     Raise CheckpointError if summary.json or config.json of the run is missing or damaged.
     """
-    config, net = folder.read_config(Path(flags.run)), trained.architecture.partition(":")[2]
+    config = folder.read_config(Path(flags.run))
+    library, _, net = trained.architecture.partition(":")
+    shape = trained.image_format.shape
     with blame(f"{flags.run}/{folder.SUMMARY}", CheckpointError):  # a value that makes no sense
         summary, recipe = files.read_json(Path(flags.run) / folder.SUMMARY), config["recipe"]
         weights = summary["weights"] or "random weights"
         # where a file of weights lies is not for others
-        is_name = re.search(r"^\w+_Weights\.|^random ", weights)
+        is_name = re.search(r"^\w+_Weights\.|^timm:|^random ", weights)
         return render(
             "model_card.md",
             s=summary,
@@ -105,7 +108,7 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
             config=config_of(trained),
             trained=trained,
             flags=flags,
-            options=torchvision_options(net, trained.image_format.shape),
+            options=torchvision_options(net, shape) if library == "torchvision" else {},
             started=weights if is_name else "a file of weights",
             settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},
             many=MANY_CLASSES,

@@ -23,7 +23,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
-from ddp_mnist.nets import initial_weights
+from ddp_mnist.nets import initial_weights, published
 from ddp_mnist.nets.build import build_net, factory_of
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification
@@ -40,7 +40,7 @@ def load(net: nn.Module, name: str, typed: str, task: Classification) -> str:
     """Load what --weights names into the net `name`; return its origin."""
     weights = initial_weights.find_weights(name, typed)
     assert weights
-    return initial_weights.load_weights(net, name, weights, task)
+    return initial_weights.load_weights(net, weights, task)
 
 
 def begun(name: str, task: Classification, image_format: ImageFormat, typed: str) -> Normalised:
@@ -48,6 +48,13 @@ def begun(name: str, task: Classification, image_format: ImageFormat, typed: str
     net = build_net(name, task, image_format)
     load(net.net, name, typed, task)
     return net
+
+
+def prepared_for(name: str, image_format: ImageFormat) -> ImageFormat:
+    """Return the format of images for the net `name` and its own weights."""
+    weights = initial_weights.find_weights(name, "DEFAULT")
+    assert weights
+    return initial_weights.normalised_for(weights, name, image_format)
 
 
 @pytest.fixture
@@ -98,8 +105,9 @@ def fetch_from(url: str) -> str:
         download(*arguments, **options)
 
     with patch.object(torch.hub, "download_url_to_file", noted):
-        initial_weights.read_named(NET, "DEFAULT", ENTRY)
-    return hashlib.sha256(initial_weights.file_of(ENTRY).read_bytes()).hexdigest()
+        made = published.find_published(NET, "DEFAULT")
+        made.fetch()
+    return hashlib.sha256(Path(made.place).read_bytes()).hexdigest()
 
 
 def test_one_of_the_processes_of_a_machine_fetches_the_file(
@@ -119,8 +127,9 @@ def test_one_of_the_processes_of_a_machine_fetches_the_file(
 def test_a_file_that_cannot_be_had_or_holds_something_else_is_one_line(torchvisions: Path) -> None:
     (damaged := Path("net-0123abcd.pth").absolute()).touch()  # what a broken connection leaves
     line = f"^--weights DEFAULT, for {torchvisions / damaged.name}: RuntimeError: invalid hash"
-    with patch.object(ENTRY.value, "url"), pytest.raises(UsageError, match=line):
-        fetch_from(damaged.as_uri())
+    url = patch.object(ENTRY.value, "url", damaged.as_uri())
+    with url, pytest.raises(UsageError, match=line):
+        begun(NET, Classification([*"ab"]), PLAIN, "DEFAULT")
     assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
     torch.save(Path("x"), torchvisions / FILE)
     with pytest.raises(UsageError, match=f"^--weights DEFAULT, for {torchvisions / FILE}: "):
@@ -138,9 +147,8 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
     ):
         lay(torchvisions / file, net, **options)
         name = f"torchvision:{net}"
-        entry: Any = getattr(initial_weights.find_weights(name, "DEFAULT"), "entry", None)
-        assert entry and initial_weights.size_of(entry) == 224
-        prepared = initial_weights.normalised_for(entry, name, PLAIN)
+        entry = models.get_model_weights(net).DEFAULT
+        prepared = prepared_for(name, PLAIN)
         ours = begun(name, Classification(entry.meta["categories"]), prepared, "DEFAULT").eval()
         theirs = models.get_model(net, weights=entry).eval()
         images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
@@ -156,7 +164,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
 
 def test_grey_images_have_the_mean_of_three_colours() -> None:
     grey = ImageFormat((1, 28, 28), (0.1,), (0.3,), [], True, True)
-    prepared = initial_weights.normalised_for(ENTRY, NET, grey)
+    prepared = prepared_for(NET, grey)
     assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
     assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
 
@@ -193,11 +201,12 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     said = " ".join(printed.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
     note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
-    assert f"images of 40x50 became 224x224; {note}" in said
+    assert f"images of 40x50 became 160x160; {note}" in said
+    assert "the last layer 10 times that, BatchNorm keeps its statistics" in said
     (torchvisions / FILE).unlink()
 
     trained = model_file.from_bytes(model_file.read_bytes("run"), "run")
-    assert trained.image_format.shape == (3, 224, 224)
+    assert trained.image_format.shape == (3, 160, 160)
     assert trained.image_format.mean == (0.485, 0.456, 0.406)
     assert trained.image_format.std == (0.229, 0.224, 0.225)
     state = trained.net.net.state_dict()
@@ -205,7 +214,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert all(torch.allclose(state[key], given[key], atol=1e-5) for key in body)
     summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
     assert summary["weights"] == "SqueezeNet1_1_Weights.IMAGENET1K_V1"  # whatever DEFAULT becomes
-    assert note in summary["notes"] and config["run"]["image_size"] == "224"
+    assert note in summary["notes"] and config["run"]["image_size"] == "160"
 
     shutil.copytree("run", "broken")
     Path("broken/checkpoints/step-00000002.pt").unlink()

@@ -1,0 +1,218 @@
+"""Photos are learned from ImageNet's weights where they can be had, and from nothing elsewhere.
+
+A net with random weights lies where torchvision's would be, or on a server of this machine.
+"""
+
+import functools
+import hashlib
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest.mock import patch
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchvision import models
+
+from ddp_mnist.config.recipe import PRETRAINED
+from ddp_mnist.data import photos
+from ddp_mnist.data.photos import are_photos
+from ddp_mnist.system.files import read_json
+from ddp_mnist.training import pretrained
+from tests.commands import Typed
+from tests.data_sets import encoded
+
+FILE = "regnet_y_400mf-e6988f5f.pth"
+ENTRY = models.RegNet_Y_400MF_Weights.DEFAULT
+FROM = "model      torchvision:regnet_y_400mf, seed 0, from RegNet_Y_400MF_Weights.IMAGENET1K_V2"
+CANNOT = "RegNet_Y_400MF_Weights.IMAGENET1K_V2 cannot be had"
+
+
+def test_the_default_is_what_the_tests_lay() -> None:
+    assert PRETRAINED == "torchvision:regnet_y_400mf" and ENTRY.url.endswith(FILE)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which torchvision looks for its files; it is empty."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return tmp_path / "torch" / "hub" / "checkpoints"
+
+
+def lay(folder: Path) -> Path:
+    """Write a net with random weights into the folder, under the name of its own hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(7)
+    torch.save(models.get_model("regnet_y_400mf").state_dict(), folder / "net")
+    digest = hashlib.sha256((folder / "net").read_bytes()).hexdigest()[:8]
+    return (folder / "net").rename(folder / f"net-{digest}.pth")
+
+
+def write(folder: Path, colour: bool = True, size: tuple[int, int] = (70, 80)) -> Path:
+    """Write six images in each of two classes: noise, or else strokes on black."""
+    random = np.random.default_rng(0)
+    for number in range(12):
+        pixels = np.zeros((*size, 3), np.uint8) if colour else np.zeros(size, np.uint8)
+        middle = pixels if colour else pixels[10:-10, 10:-10]
+        middle[...] = random.integers(0, 256, middle.shape)
+        file = folder / ("one", "two")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(pixels))
+    return folder
+
+
+PLAN = "train --dry-run --epochs 1 --batch-size 2 --val-size 1 --test-size 3 --dataset".split()
+
+
+def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
+    here: Path, typed: Typed, checkpoints: Path
+) -> None:
+    lay(checkpoints).rename(checkpoints / FILE)
+    told = typed(*PLAN, write(here / "photos")).succeeds()
+    assert FROM in told and "images of 70x80 became 160x160" in told
+    assert "pictures: adamw" in told and "typed: --epochs 1, --batch-size 2, --val-size 1" in told
+    for flags in (["--weights", "none"], ["--model", "cnn_deep"]):
+        told = typed(*PLAN, "photos", *flags).succeeds()
+        assert "model      cnn_deep, seed 0\n" in told and "became" not in told
+    small, strokes = write(here / "small", size=(48, 60)), write(here / "strokes", colour=False)
+    assert "model      cnn_deep, seed 0\n" in typed(*PLAN, small).succeeds()
+    assert "model      cnn, seed 0\n" in typed(*PLAN, strokes).succeeds()
+
+
+def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
+    here: Path, typed: Typed, checkpoints: Path
+) -> None:
+    given = torch.load(lay(checkpoints).rename(checkpoints / FILE))
+    write(here / "photos")
+    ended = typed(*PLAN, "photos", "--weights", "none", "--freeze")
+    assert ended.code == 2 and "error: --freeze: keeps weights, and the net would" in ended.err
+    flags = [*PLAN[2:], "photos", "--image-size", 64, "--freeze", "--checkpoint-every", 1]
+    told = typed("train", *flags, "--run-dir", "run").succeeds()
+    assert "in the first 10% of the steps, the last layer alone" in told
+    net = load_file("run/model.safetensors")
+    assert {key for key in net if not torch.equal(net[key], given[key])} == {"fc.weight", "fc.bias"}
+    summary = read_json(Path("run/summary.json"))
+    assert (summary["model"], summary["weights"]) == (PRETRAINED, str(ENTRY))
+
+    (checkpoints / FILE).unlink()
+    whole = Path("run/model.safetensors").read_bytes()
+    *_, before, last = sorted(Path("run/checkpoints").iterdir())
+    last.unlink()
+    Path("run/status.json").write_text('{"state": "preempted"}')
+    told = typed("train", "--resume", "run").succeeds()
+    assert f"after step {int(before.stem[5:])}; nothing changed" in told
+    assert Path("run/model.safetensors").read_bytes() == whole  # bit for bit
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: Typed) -> None:
+    write(here / "photos")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    for number, flags in enumerate(([], ["--weights", "none"])):
+        told = typed("train", *PLAN[2:], "photos", *flags, "--run-dir", number).succeeds()
+        line = f"{CANNOT} (HF_HUB_OFFLINE is set), so photos are learned from nothing"
+        assert (line in told) == (not flags) and "model      cnn_deep, seed 0\n" in told
+        assert bool(read_json(Path(f"{number}/summary.json"))["notes"][0].startswith(CANNOT)) == (
+            not flags
+        )
+    asked, fell_back = (load_file(f"{number}/model.safetensors") for number in range(2))
+    assert asked and all(torch.equal(asked[key], fell_back[key]) for key in asked)
+
+
+# --- A server
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[str]]]:
+    """Return a folder that a server of this machine serves, and what it was asked for."""
+    asked = list[str]()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            asked.append(f"{self.command} {self.path}")
+
+    folder = tmp_path / "served"
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
+    )
+    monkeypatch.setattr(pretrained, "SERVER", server, raising=False)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield folder, asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_weights_are_fetched_once_and_used_again_without_a_network(
+    here: Path, typed: Typed, checkpoints: Path, served: tuple[Path, list[str]]
+) -> None:
+    folder, asked = served
+    file = lay(folder)
+    address = f"http://127.0.0.1:{pretrained.SERVER.server_port}"  # type: ignore[attr-defined]
+    write(here / "photos")
+    with patch.object(ENTRY.value, "url", f"{address}/net-0123abcd.pth"):
+        file.rename(wrong := folder / "net-0123abcd.pth")
+        assert f"{CANNOT} (invalid hash value (expected " in typed(*PLAN, "photos").succeeds()
+        assert not [*checkpoints.glob("*.pth")]
+        wrong.rename(file)
+    with patch.object(ENTRY.value, "url", f"{address}/{file.name}"):
+        asked.clear()
+        assert FROM in typed(*PLAN, "photos").succeeds()
+        assert asked == [f"HEAD /{file.name}", f"GET /{file.name}"]
+        file.unlink()
+        assert FROM in typed(*PLAN, "photos").succeeds() and len(asked) == 2
+    assert (checkpoints / file.name).is_file()
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(
+    here: Path, typed: Typed, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pretrained, "ANSWER_S", 0.2)
+    write(here / "photos")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/net-0123abcd.pth"
+        with patch.object(ENTRY.value, "url", address):
+            told = typed(*PLAN, "photos").succeeds()
+    assert re.search(rf"{CANNOT} \((timed out|no answer within 0.2 s)\)", told)
+    assert not checkpoints.exists() or not [*checkpoints.iterdir()]
+
+
+# --- Which images are photos
+
+
+def test_what_is_cached_or_a_few_images_tell_whether_they_are_photos(here: Path) -> None:
+    options = photos.ImageOptions(test_size=3)
+    for name, is_photo, colour, size in (
+        ("photos", True, True, (70, 80)),
+        ("small", False, True, (48, 200)),
+        ("strokes", False, False, (70, 80)),
+    ):
+        folder = str(write(here / name, colour, size))
+        assert are_photos(folder, "cache", options) == is_photo
+        photos.cache.load(folder, "cache", options)
+        with patch.object(photos, "look_at", side_effect=AssertionError("looked")):
+            assert are_photos(folder, "cache", options) == is_photo
+    (here / "photos").rename(here / "letters")
+    for old, new in (("one", "a"), ("two", "b")):
+        (here / "letters" / old).rename(here / "letters" / new)
+    assert not are_photos(str(here / "letters"), "cache", options)
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_strokes_that_were_taken_for_photos_are_trained_on_as_strokes(
+    here: Path, typed: Typed
+) -> None:
+    write(here / "strokes", colour=False)
+    taken = patch.multiple(pretrained, are_photos=lambda *_: True, why_missing=lambda _: None)
+    with taken:
+        told = typed(*PLAN, "strokes").succeeds()
+    assert "model      cnn, seed 0\n" in told and "became" not in told
