@@ -17,7 +17,7 @@ from ddp_mnist.system.text import did_you_mean
 # Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
 # resnet18 four times as long, so other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
-NAMED = r"[\w.]+:[\w.]+"  # LIBRARY:NET or MODULE:NAME
+NAMED = r"timm:[\w.]+|[\w.]+:\w+"  # LIBRARY:NET or MODULE:NAME
 # Of a net that starts from weights: the side of its images, unless the weights say another, and the
 # learning rate of its last layer, which is new, as a multiple of the others'
 FINE_TUNED_SIDE, HEAD_RATE = 160, 10.0
@@ -202,7 +202,7 @@ def resolve_recipe(
         lr=recipe.lr or lr,
         augment=augment,
     )
-    chosen = {
+    chosen: dict[str, Any] = {
         "steps_per_epoch": steps_per_epoch,
         "augment": kind if augment else "",
         "head_rate": HEAD_RATE if fine_tunes and not recipe.freeze else 1.0,

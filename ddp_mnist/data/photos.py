@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import as_seen, open_image, pixels_of
 from ddp_mnist.data.image_format import borders_of
-from ddp_mnist.data.listing import Cell
 from ddp_mnist.data.sources import find_source
 
 SEEN = 8  # images
@@ -42,7 +42,7 @@ def are_photos(
     return is_large and any(is_bright for _, is_bright in looks)
 
 
-def look_at(cell: Cell) -> tuple[int, bool] | None:
+def look_at(cell: Any) -> tuple[int, bool] | None:
     """Return an image's shorter side, and whether it has colour or a bright border; None if it
     cannot be read.
     """

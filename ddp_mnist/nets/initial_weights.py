@@ -92,7 +92,7 @@ def normalised_for(
         mean, std = (weights.about["preparation"][name] for name in ("mean", "std"))
         as_for = weights.typed
     if image_format.shape[0] != len(mean):  # a run's on grey images may have one channel
-        mean, std = ([sum(each) / len(each)] * image_format.shape[0] for each in (mean, std))
+        mean, std = ((sum(each) / len(each),) * image_format.shape[0] for each in (mean, std))
     notes = [*image_format.notes, f"normalised as for {as_for}"]
     return dataclasses.replace(image_format, mean=tuple(mean), std=tuple(std), notes=notes)
 
@@ -107,6 +107,7 @@ def load_weights(net: nn.Module, weights: InitialWeights, task: Task) -> str:
     Raise UsageError if they cannot be had, or if anything else does not fit.
     """
     typed, made, about = weights
+    made_for: list[str] | None
     if made:
         with blame(f"--weights {typed}, for {made.place}", UsageError, made.fix):
             loaded, made_for = made.fetch(), made.classes

@@ -45,9 +45,6 @@ def find_named(config: TrainConfig, store: Store) -> NamedObjects:
     users = {"--model": users_net, "--loss": recipe.loss, "--task": recipe.task}
     digests = {f"{f} {name}": own_code.digest(f, name) for f, name in users.items() if name}
     weights = find_weights(recipe.model or "the default net", recipe.weights)
-    if recipe.freeze and not weights:
-        fix = "name them: --weights"
-        raise UsageError(f"--freeze: keeps weights, and the net would start from new ones; {fix}")
     # Rank 0 alone logs and counts; importing scikit-learn takes it a second.
     trackers = store.broadcast_from_rank0("trackers", lambda: known_trackers(config.run.trackers))
     scores = {n: find_score(n) for n in recipe.metrics} if store.rank == 0 else {}

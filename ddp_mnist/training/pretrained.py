@@ -1,4 +1,4 @@
-"""Photos are learned from ImageNet's weights where they can be had, unless a flag asks otherwise."""
+"""Photos are learned from ImageNet's weights, if they can be had and no flag says otherwise."""
 
 import urllib.request
 from dataclasses import replace
@@ -10,33 +10,41 @@ from ddp_mnist.config.recipe import FINE_TUNED_SIDE, PRETRAINED
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data.photos import are_photos
 from ddp_mnist.data.sources import NAMED
+from ddp_mnist.nets.initial_weights import InitialWeights
 from ddp_mnist.nets.published import Published, find_published
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.text import causes, reason
-from ddp_mnist.task import find_task
+from ddp_mnist.training.named_objects import NamedObjects
 
 ANSWER_S, FETCH_S = 5.0, 300.0  # for the server's first answer, and for all of the 17 MB
 
 
-def choose_pretrained(config: TrainConfig, world: World) -> tuple[TrainConfig, str | None]:
-    """Return the flags, with PRETRAINED and its weights if photos are to be learned and neither a
-    net nor weights were asked for; and a sentence if these cannot be had.
+def choose_pretrained(
+    config: TrainConfig, found: NamedObjects, world: World
+) -> tuple[TrainConfig, NamedObjects, str | None]:
+    """Return flags and named objects, with PRETRAINED and its weights if photos are to be learned
+    and neither a net nor weights were asked for; and a sentence if these cannot be had.
 
-    Rank 0 looks at the images; on each machine one process looks for the weights.
+    Rank 0 looks at the images, and all have to have the weights.
     """
     recipe, flags, store = config.recipe, config.run, world.store
     is_open = not (config.resumes or recipe.model or recipe.weights)
     if not is_open or flags.dataset in ("auto", *NAMED):
-        return config, None
-    columns = find_task(recipe.task).columns if recipe.task else ()
+        return config, found, None
+    columns = found.task.columns if found.task else ()
     options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
     seen = flags.dataset, flags.cache_dir, options, FINE_TUNED_SIDE
     if not store.broadcast_from_rank0("photos", lambda: are_photos(*seen)):
-        return config, None
-    mine = why_missing(find_published(PRETRAINED, "DEFAULT")) if store.rank_info.local_rank == 0 else None
+        return config, found, None
+    made = find_published(PRETRAINED, "DEFAULT")
+    looks = store.rank_info.local_rank == 0  # one process of each machine
+    mine = why_missing(made) if looks else None
     why = store.decide_for_all("weights", mine, lambda every: next(filter(None, every), None))
-    chosen = recipe if why else replace(recipe, model=PRETRAINED, weights="DEFAULT")
-    return replace(config, recipe=chosen), why
+    if why:
+        return config, found, why
+    weights = InitialWeights("DEFAULT", made, {})
+    recipe = replace(recipe, model=PRETRAINED, weights=weights.typed)
+    return replace(config, recipe=recipe), replace(found, weights=weights), None
 
 
 def why_missing(made: Published) -> str | None:
@@ -54,5 +62,6 @@ def why_missing(made: Published) -> str | None:
         why = reason([*causes(error)][-1])
         fix = f"bring {made.url} to {made.place}, or ask for none: --weights none"
         costs = "which reached 0.64 on 416 pictures where such weights reach 0.86"
-        return f"{made.title} cannot be had ({why}), so photos are learned from nothing, {costs}; {fix}"
+        instead = f"so photos are learned from nothing, {costs}"
+        return f"{made.title} cannot be had ({why}), {instead}; {fix}"
     return None

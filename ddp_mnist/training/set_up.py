@@ -96,8 +96,11 @@ def resolve_run(
     """
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
-    asked, (config, lacking) = config, choose_pretrained(config, world)
-    found = find_named(config, world.store)
+    asked, found = config, find_named(config, world.store)
+    config, found, lacking = choose_pretrained(config, found, world)
+    if config.recipe.freeze and not found.weights:
+        fix = "name them: --weights"
+        raise UsageError(f"--freeze: keeps weights, and the net would start from new ones; {fix}")
     if found.weights and not config.run.image_size:
         size = initial_weights.size_for(found.weights, config.recipe.model)
         config = replace(config, run=replace(config.run, image_size=size))

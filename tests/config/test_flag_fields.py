@@ -68,13 +68,14 @@ def test_words(group: type[Flags], field: dataclasses.Field[Any]) -> None:
             group(**{field.name: [*choices][-1] + "x"})
 
 
-NETS_LEGAL = "choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME (e.g. torchvision:resnet18)"
+NETS_LEGAL = "choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME (e.g. torchvision:resnet18),"
+NETS_LEGAL += " timm:NAME or MODULE:NAME"
 SIZE_LEGAL = "must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
 WRONG_FORMS: dict[str, list[str]] = {
-    f"--model {{}}: {NETS_LEGAL} or MODULE:NAME": [
+    f"--model {{}}: {NETS_LEGAL}": [
         *("resnet18", "torchvision:", ":Net", "net.py:Net:x", "a b:c", "a/b:c", "n:a.b")
     ],
-    f"--model {{}}: {NETS_LEGAL} or MODULE:NAME; did you mean cnn?": ["cn"],
+    f"--model {{}}: {NETS_LEGAL}; did you mean cnn?": ["cn"],
     f"--image-size {{}}: {SIZE_LEGAL}": [
         *("0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8"),
         *("00", "0000x5", "5x000", "\u0660", "\u0662\u0668"),

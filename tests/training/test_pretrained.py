@@ -67,7 +67,8 @@ def write(folder: Path, colour: bool = True, size: tuple[int, int] = (70, 80)) -
     return folder
 
 
-PLAN = "train --dry-run --epochs 1 --batch-size 2 --val-size 1 --test-size 3 --dataset".split()
+FLAGS = "--epochs 1 --batch-size 2 --val-size 1 --test-size 3 --dataset"
+PLAN = ["train", "--dry-run", *FLAGS.split()]
 
 
 def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
@@ -92,7 +93,7 @@ def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
     write(here / "photos")
     ended = typed(*PLAN, "photos", "--weights", "none", "--freeze")
     assert ended.code == 2 and "error: --freeze: keeps weights, and the net would" in ended.err
-    flags = [*PLAN[2:], "photos", "--image-size", 64, "--freeze", "--checkpoint-every", 1]
+    flags = [*FLAGS.split(), "photos", "--image-size", 64, "--freeze", "--checkpoint-every", 1]
     told = typed("train", *flags, "--run-dir", "run").succeeds()
     assert "in the first 10% of the steps, the last layer alone" in told
     net = load_file("run/model.safetensors")
@@ -115,7 +116,7 @@ def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: 
     write(here / "photos")
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     for number, flags in enumerate(([], ["--weights", "none"])):
-        told = typed("train", *PLAN[2:], "photos", *flags, "--run-dir", number).succeeds()
+        told = typed("train", *FLAGS.split(), "photos", *flags, "--run-dir", number).succeeds()
         line = f"{CANNOT} (HF_HUB_OFFLINE is set), so photos are learned from nothing"
         assert (line in told) == (not flags) and "model      cnn_deep, seed 0\n" in told
         assert bool(read_json(Path(f"{number}/summary.json"))["notes"][0].startswith(CANNOT)) == (

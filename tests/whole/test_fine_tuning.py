@@ -1,4 +1,4 @@
-"""A net with BatchNorm that starts from weights: N processes train as one, and resume bit for bit."""
+"""A net with BatchNorm that starts from weights: N processes equal one, also after a resume."""
 
 from pathlib import Path
 

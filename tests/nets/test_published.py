@@ -26,8 +26,9 @@ from tests.hub import COMMIT, Answer, Hub
 
 NET, REPO = "timm:test_resnet", "timm/test_resnet.r160_in1k"
 FROM = f"model      {NET}, seed 0, from timm:test_resnet.r160_in1k"
-PLAN = "train --dry-run --epochs 1 --batch-size 4 --val-size 1 --test-size 3".split()
-PLAN += ["--dataset", "photos", "--model", NET, "--weights", "DEFAULT"]
+FLAGS = f"--dataset photos --model {NET} --weights DEFAULT --epochs 1 --batch-size 4"
+FLAGS += " --val-size 1 --test-size 3"
+PLAN = ["train", "--dry-run", *FLAGS.split()]
 
 
 class Models(Hub):
@@ -65,7 +66,7 @@ def photos(here: Path) -> Path:
 
 
 def test_a_name_that_is_not_timms_is_one_line() -> None:
-    with pytest.raises(UsageError, match="^--model timm:resnet_18: timm has no such net; did you "):
+    with pytest.raises(UsageError, match=r"^--model timm:resnet_18: timm has no such net; did "):
         factory_of("timm:resnet_18")
     for name, weights in (("test_resnet", "IMAGENET1K_V1"), ("vovnet39a", "DEFAULT")):
         line = f"^--weights {weights}: timm:{name} has none of that name; give --weights DEFAULT"
@@ -104,8 +105,7 @@ def test_a_run_is_used_and_exported_without_timms_file(typed: Typed) -> None:
     lay(place / "snapshots" / COMMIT / "model.safetensors")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(COMMIT)
-    flags = [word for word in PLAN if word != "--dry-run"]
-    typed(*flags, "--image-size", 64, "--run-dir", "run").succeeds()
+    typed("train", *FLAGS.split(), "--image-size", 64, "--run-dir", "run").succeeds()
     place.rename(place.with_name("away"))
     assert read_json(Path("run/summary.json"))["weights"] == "timm:test_resnet.r160_in1k"
     [answer] = typed("predict", "run", "photos/one/0.png", "--json").succeeds().splitlines()
