@@ -205,7 +205,8 @@ def resolve_recipe(
     chosen: dict[str, Any] = {
         "steps_per_epoch": steps_per_epoch,
         "augment": kind if augment else "",
-        "head_rate": HEAD_RATE if fine_tunes and not recipe.freeze else 1.0,
+        "beta2": 0.999 if fine_tunes else 0.98,  # both the better one on validation images
+        "head_rate": HEAD_RATE if fine_tunes else 1.0,
         "still": "body" if recipe.freeze else "statistics" if fine_tunes else "",
     }
     shared = {f.name for f in fields(core.Recipe)} - chosen.keys()

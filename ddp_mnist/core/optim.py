@@ -81,11 +81,9 @@ def orthogonal(matrices: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
     return found
 
 
-# The second beta is a memory of some 50 steps: better than 0.999 on validation images.
-BETAS = (0.9, 0.98)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, betas=BETAS),  # Loshchilov and Hutter, 2019
-    "muon": partial(Muon, betas=BETAS),
+    "adamw": torch.optim.AdamW,  # Loshchilov and Hutter, 2019
+    "muon": Muon,
     "sgd": partial(torch.optim.SGD, momentum=MOMENTUM),
 }
 
@@ -104,9 +102,11 @@ def make_optimizer(
         if parameter.requires_grad:
             rate = recipe.head_rate if name.startswith(f"{head}.") else 1.0
             params[rate, parameter.ndim >= 2].append(parameter)
+    shared = {"betas": (MOMENTUM, recipe.beta2)}  # which SGD passes over
     groups = [
-        {"params": each, "weight_decay": recipe.weight_decay if decays else 0.0, "rate": rate}
+        shared | {"params": each, "weight_decay": recipe.weight_decay * decays, "rate": rate}
         for (rate, decays), each in params.items()
+        if each
     ]
     # Fused is the fastest. But with a loss scaler, a fused optimizer itself skips a step that
     # overflowed, and the step would count as taken; None lets torch choose the next fastest.

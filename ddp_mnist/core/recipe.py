@@ -13,6 +13,7 @@ class Recipe:
     optimizer: str = "muon"  # one of OPTIMIZERS in optim.py
     lr: float = 1e-2  # the highest learning rate
     head_rate: float = 1.0  # of the last layer, as a multiple of the learning rate
+    beta2: float = 0.98  # AdamW remembers squared gradients for some 1 / (1 - beta2) steps
     weight_decay: float = 1e-2  # of matrices and kernels
     warmup: float = 0.1  # share of the steps in which the learning rate rises
     augment: str = ""  # strokes, pictures or characters, see augment.py; "": not at all

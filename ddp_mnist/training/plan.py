@@ -27,8 +27,8 @@ KINDS = {
 
 # What `hold_still` does to a net that starts from weights
 STILL = {
-    "statistics": f"the last layer {HEAD_RATE:g} times that, BatchNorm keeps its statistics",
-    "body": "the last layer alone",
+    "statistics": f"{HEAD_RATE:g} times that in the last layer, BatchNorm keeps its statistics",
+    "body": f"{HEAD_RATE:g} times that in the last layer, which alone is trained",
 }
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried

@@ -65,7 +65,7 @@ def test_the_last_layer_learns_at_its_own_rate_or_alone() -> None:
     for still, head_rate, rates, learning in (
         ("", 1.0, [1.0, 1.0], 6),
         ("statistics", 10.0, [1.0, 1.0, 10.0, 10.0], 6),
-        ("body", 1.0, [1.0, 1.0], 2),
+        ("body", 10.0, [10.0, 10.0], 2),
     ):
         net = hold_still(Normalised(scope["Net"](3, (1, 9, 9)), (0.5,), (0.5,)), still)
         groups = make_optimizer(
@@ -74,8 +74,8 @@ def test_the_last_layer_learns_at_its_own_rate_or_alone() -> None:
         assert [group["rate"] for group in groups] == rates
         assert sum(len(group["params"]) for group in groups) == learning
         names = {parameter: name for name, parameter in net.named_parameters()}
-        head = [names[p] for group in groups[2:] for p in group["params"]]
-        assert head == ["net.5.weight", "net.5.bias"] * (head_rate > 1)
+        head = [names[p] for group in groups[-2:] for p in group["params"]]
+        assert (head == ["net.5.weight", "net.5.bias"]) == (head_rate > 1)
         norm = net.train().get_submodule("net.1")
         assert net.training and norm.training == (still == "")
         assert not net.eval().training and not norm.training
