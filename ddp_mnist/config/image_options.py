@@ -17,22 +17,27 @@ class ImageOptions:
     # The share of images, or their number, to hold out if there is no test split; None: a fifth,
     # 0: none, as all are for the test.
     test_size: float | None = None
+    fit: str = "crop"  # or pad: how an image of another ratio gets its size
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
     columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> Self:
-        """Return the flags' values. Raise UsageError for a malformed --image-size."""
-        image_size, grey, test_size = flags["image_size"], flags["grey"], flags.get("test_size")
-        if image_size is None:
-            return cls(None, grey, test_size)
-        sides = re.fullmatch("([0-9]{1,4})(?:x([0-9]{1,4}))?", image_size)
-        if not sides or 0 in map(int, filter(None, sides.groups())):
-            raise UsageError(
-                f"--image-size {image_size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
-            )
-        return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
+        """Return the flags' values. Raise UsageError for a malformed one."""
+        as_typed = {name: flags[name] for name in ("grey", "test_size", "fit") if name in flags}
+        return cls(_size(flags["image_size"]), **as_typed)
+
+
+def _size(typed: str | None) -> tuple[int, int] | None:
+    if typed is None:
+        return None
+    sides = re.fullmatch("([0-9]{1,4})(?:x([0-9]{1,4}))?", typed)
+    if not sides or 0 in map(int, filter(None, sides.groups())):
+        raise UsageError(
+            f"--image-size {typed}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
+        )
+    return int(sides[1]), int(sides[2] or sides[1])
 
 
 AS_THEY_ARE = ImageOptions()

@@ -27,6 +27,11 @@ class RunFlags(Flags):
         None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
     )
     grey: bool = flag(False, "Convert colour images to grey.")
+    fit: str = flag(
+        "crop",
+        "Images of another ratio: crop: cut to the middle; pad: kept whole, on grey.",
+        choices=("crop", "pad"),
+    )
     test_size: float | None = flag(
         None,
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",

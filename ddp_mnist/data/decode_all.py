@@ -68,7 +68,7 @@ def decode_all(
 
     def decode(image: PIL.Image.Image) -> tuple[Array, int, int, bool]:
         whole = as_seen(image)
-        pixels, seen = in_shape(whole, shape), pixels_of(whole)
+        pixels, seen = in_shape(whole, shape, options.fit), pixels_of(whole)
         decoded, key = without_equal_channels(pixels.transpose(1, 2, 0)), key_of(seen)
         decoded_key = key if decoded.shape == seen.shape else key_of(decoded)
         return pixels, key, decoded_key, decoded.ndim == 3
@@ -103,6 +103,7 @@ def decode_all(
             "bright_on_black": is_bright_on_black,
             "digit_photos": is_bright_on_black and is_digits,
             "characters": {*map(len, listing.classes)} == {1},
+            "fit": options.fit,
         },
         "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
         "notes": [*listing.notes, *converted],
@@ -135,7 +136,9 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
-        notes.append(f"images of {', '.join(first_of(shown, 3))} became {size[0]}x{size[1]}")
+        whole = ", kept whole on grey" if options.fit == "pad" else ""
+        became = f"became {size[0]}x{size[1]}{whole}"
+        notes.append(f"images of {', '.join(first_of(shown, 3))} {became}")
     if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
