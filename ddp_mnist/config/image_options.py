@@ -18,6 +18,7 @@ class ImageOptions:
     # 0: none, as all are for the test.
     test_size: float | None = None
     fit: str = "crop"  # or pad: how an image of another ratio gets its size
+    class_folder: str = "last"  # or first: which of an image's folders is that of its class
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
     columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
@@ -25,7 +26,8 @@ class ImageOptions:
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> Self:
         """Return the flags' values. Raise UsageError for a malformed one."""
-        as_typed = {name: flags[name] for name in ("grey", "test_size", "fit") if name in flags}
+        names = ("grey", "test_size", "fit", "class_folder")
+        as_typed = {name: flags[name] for name in names if name in flags}
         return cls(_size(flags["image_size"]), **as_typed)
 
 

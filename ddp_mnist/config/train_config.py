@@ -32,6 +32,11 @@ class RunFlags(Flags):
         "Images of another ratio: crop: cut to the middle; pad: kept whole, on grey.",
         choices=("crop", "pad"),
     )
+    class_folder: str = flag(
+        "last",
+        "Folder of an image that is its class: the last, or the first below those that all share.",
+        choices=("last", "first"),
+    )
     test_size: float | None = flag(
         None,
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",

@@ -4,7 +4,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ddp_mnist.config.image_options import ImageOptions
@@ -144,13 +144,14 @@ def list_folder(
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, typed, options)
     if not labels:
-        for each in splits.values():
-            if fault := without_class(each, bool(by_folders)):
-                task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
-                told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
-                raise DataError("; ".join(told))
-            labels |= {image: image.parent.name for image in each}
-        unused += [*empty_classes(folder, paths, images), *like_splits(labels)]
+        class_folders, fault = find_class_folders(splits, bool(by_folders), options.class_folder)
+        if fault:
+            task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
+            told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
+            raise DataError("; ".join(told))
+        labels = {image: place.name for image, place in class_folders.items()}
+        places = {*class_folders.values()}
+        unused += [*empty_classes(folder, paths, places, images), *like_splits(places)]
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
     if options.columns:
@@ -219,6 +220,49 @@ def split_in(name: str) -> str:
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
 
 
+def find_class_folders(
+    splits: Mapping[str, list[Path]], in_splits: bool, which: str
+) -> tuple[dict[Path, Path], str]:
+    """Return the folder of each image's class, the last or the first of its own, and what is
+    unclear about them; "" if nothing is.
+
+    With `in_splits`, some folders are those of splits, see `split_by_folders`.
+    """
+    images = [image for each in splits.values() for image in each]
+    found = first_folders(images, in_splits)
+    loose = next((image for image in images if image not in found), None)
+    if which == "first" and loose:
+        fix = "put each image below the folder of its class, or leave out --class-folder first"
+        return found, f"which folder is the class of {shown_name(str(loose))}? {fix}"
+    if which == "first":
+        return found, ""
+    fault = next(filter(None, (without_class(each, in_splits) for each in splits.values())), "")
+    classes = {split: {found[x].name for x in each if x in found} for split, each in splits.items()}
+    first, *others = classes.values()
+    if fault and not loose and len(first) > 1 and first.union(*others) == first:
+        shown = joined(map(shown_name, sorted(first)), 40)
+        fault += (
+            f"; or, if its first folder is the class ({shown}), give train --class-folder first"
+        )
+    return {image: image.parent for image in images}, fault
+
+
+def first_folders(images: list[Path], in_splits: bool) -> dict[Path, Path]:
+    """Return the topmost folder of each image below that of its split, if any, and below those
+    that all images share; images without one are left out.
+    """
+    starts = dict.fromkeys(images, 0)
+    for image in images if in_splits else ():
+        is_split = [bool(split_in(name)) for name in image.parts[:-1]]
+        starts[image] = is_split.index(True) + 1
+    own = {image: Path(*image.parts[start:-1]) for image, start in starts.items()}
+    shared = len(Path(os.path.commonpath(own.values())).parts)
+    ends = {image: start + shared + 1 for image, start in starts.items()}
+    return {
+        image: Path(*image.parts[:end]) for image, end in ends.items() if end < len(image.parts)
+    }
+
+
 def without_class(images: list[Path], in_splits: bool) -> str:
     """Return which images of a split do not lie in folders of classes, side by side; "" if all do.
 
@@ -234,16 +278,18 @@ def without_class(images: list[Path], in_splits: bool) -> str:
     return ""
 
 
-def like_splits(images: Iterable[Path]) -> list[str]:
-    """Return a note on classes that are named exactly like a split, if any."""
-    alike = sorted({str(each.parent) for each in images if is_exact(each.parent.name)})
+def like_splits(classes: Iterable[Path]) -> list[str]:
+    """Return a note on folders of classes that are named exactly like a split, if any."""
+    alike = sorted(str(each) for each in classes if is_exact(each.name))
     return [f"taken for classes, not for splits: {printable(joined(alike, 80))}"] if alike else []
 
 
-def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
+def empty_classes(
+    folder: str, paths: list[Path], classes: set[Path], images: list[Path]
+) -> list[str]:
     """Return a note on folders next to those of the classes that hold no image, if any."""
-    classes = {image.parent for image in images}
     above = {each.parent for each in classes}
     beside = {path for path in paths if path.parent in above}
-    empty = sorted(str(p) for p in beside - classes if Path(folder, p).is_dir())
+    beside -= {place for image in images for place in image.parents}
+    empty = sorted(str(p) for p in beside if Path(folder, p).is_dir())
     return [f"without an image: {printable(joined(empty, 80))}"] if empty else []
