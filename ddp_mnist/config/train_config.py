@@ -118,7 +118,8 @@ class TrainConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that contradict each other."""
-        self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
+        if "val_size" in self.typed:  # else the images may have a validation split of their own
+            self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
         of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}

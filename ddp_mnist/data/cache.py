@@ -27,7 +27,7 @@ from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "decoded_keys", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
@@ -209,6 +209,7 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     keys = held_out.alike(found["keys"], found["decoded_keys"])
     labels = held_out.strata(found["targets"])
     rows = rows_of(found.pop("part"))
+    has_validation = "validation" in rows
     test_share: float | None = None
     if "test" not in rows and options.test_size == 0:
         rows["test"], test_share = rows.pop("train"), 0.0
@@ -231,4 +232,4 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
-    return ImageData(**found, rows=rows, test_share=test_share)
+    return ImageData(**found, rows=rows, test_share=test_share, has_validation=has_validation)

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -53,9 +54,9 @@ def decode_all(
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
     These are targets, as in `Listing`, keys and decoded_keys, uint64 [N] (see held_out.py), the
-    part, int8 [N] (0: train, 1: test, -1: cannot be read), and sums of each image's values and of
-    their squares, uint64 [N, C, 2]. `tell` is called with a line when decoding begins. If many
-    images cannot be read, they are listed in a file beside the folder.
+    part, int8 [N] (place in STORED_SPLITS, -1 if it cannot be read), and sums of each image's
+    values and of their squares, uint64 [N, C, 2]. `tell` is called with a line as decoding begins.
+    If many images cannot be read, they are listed in a file beside the folder.
     Raise DataError, which names all images that cannot be read, if more than a few cannot, and
     OSError if the disk has no room.
     """
@@ -260,13 +261,14 @@ def warnings_about(
 ) -> list[str]:
     """Return sentences on whatever may spoil a result.
 
-    It is test images that are in train, images in two classes, and classes of a single colour.
+    It is images in two splits or two classes, and classes of a single colour.
     """
     found, every = [*listing.careful], np.concatenate([*rows.values()])
-    train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
-    if (shared := test[np.isin(keys[test], keys[train])]).size:
-        those = f"{len(shared):,} of {len(test):,} test images are in train too"
-        found.append(f"{those}{first_file(listing, shared)}: take them out of one")
+    for one, other in itertools.combinations(rows, 2):
+        there = rows[other]
+        if (shared := there[np.isin(keys[there], keys[rows[one]])]).size:
+            those = f"{len(shared):,} of {len(there):,} {other} images are in {one} too"
+            found.append(f"{those}{first_file(listing, shared)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
     twice = np.sort(order[np.isin(keys[order], keys[order[1:][same]])])

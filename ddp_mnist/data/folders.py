@@ -9,24 +9,26 @@ from pathlib import Path
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.listing import Listing, choose_splits, number_columns, number_labels, shown_file
+from ddp_mnist.data.listing import (
+    SPLIT_OF,
+    SPLIT_WORDS,
+    Listing,
+    choose_splits,
+    number_columns,
+    number_labels,
+    shown_file,
+)
 from ddp_mnist.data.metadata import is_outside, other_tables, read_metadata
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.text import first_of, joined, printable, shown_name
 
-# The words in names of folders and files that mean a split, and the characters that separate words,
-# as `datasets` defines them; also Train, TrainSet and the like.
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
+# The names that have such a word, and the characters that separate words, as `datasets` defines
+# them; also Train, TrainSet and the like.
 APART = "[-._ 0-9]"
 SPLIT_NAMES = {
     split: re.compile(f"(.*{APART})?({'|'.join(words)})(set)?({APART}.*)?", re.IGNORECASE)
     for split, words in SPLIT_WORDS.items()
 }
-EXACT = {word for words in SPLIT_WORDS.values() for word in words}
 # Suffixes of files that are clearly not images.
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml)")
 # What systems leave, and what our cache has for a data set.
@@ -108,24 +110,26 @@ def list_folder(
 ) -> Listing | None:
     """Return the images of a folder, by split and class, with notes on all that are left out.
 
-    The topmost folder that is named like a split decides; or else the names of the files, if all of
-    them have such a word. Return None if there are no images. Raise DataError if the class of an
-    image is not clear.
+    A column `split` of the metadata decides; or else the topmost folder that is named like a split;
+    or else the names of the files, if all of them have such a word. Return None if there are no
+    images. Raise DataError if the class of an image is not clear.
     """
     there, notes = find_images(typed, folder, paths)
     if not there and notes:
         raise DataError("; ".join([f"{typed}: holds no image that can be read", *notes]))
     if not there:
         return None
-    labels, unused = read_metadata(typed, folder, paths, options.columns)
-    from_table = bool(labels)
+    described, unused = read_metadata(typed, folder, paths, options.columns)
+    labels = {image: row.target for image, row in described.items()}
+    given = {image: row.split for image, row in described.items() if row.split}
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for name in map(str, (folder, *images)):
         if name != name.encode(errors="replace").decode():
             raise DataError(f"{typed}: {name} has a name that is not UTF-8; rename it")
-    by_folders = split_by_folders(images, has_labels=bool(labels))
-    by_files = {} if by_folders else split_by_files(images)
-    split_of = by_folders or by_files or dict.fromkeys(images, "train")
+    others = [image for image in labels if image not in given] if given else images
+    by_folders = split_by_folders(others, has_labels=bool(labels))
+    by_files = {} if given or by_folders else split_by_files(images)
+    split_of = given | by_folders or by_files or dict.fromkeys(images, "train")
     unused += guessed_splits(by_folders, by_files)
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
     left_out = [image for image in images if image not in taken]
@@ -167,7 +171,7 @@ def list_folder(
         unused.append(f"{note}, as {shown_file(str(left_out[0]), folder)}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
-    column = "file_name" if from_table else ""
+    column = "file_name" if described else ""
     return Listing(typed, cells, targets, classes, notes, column, folder, careful)
 
 
@@ -206,7 +210,7 @@ def guessed_splits(by_folders: Collection[Path], by_files: Collection[Path]) -> 
 
 def is_exact(name: str) -> bool:
     """Return whether a folder's name is a split's and nothing more."""
-    return name.lower() in EXACT
+    return name.lower() in SPLIT_OF
 
 
 def split_by_files(images: list[Path]) -> dict[Path, str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ddp_mnist.data import held_out
 from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.errors import DataError, blame
 
 
@@ -30,9 +31,10 @@ class ImageData:
     targets: np.ndarray  # int64 [N], labels; or float32 [N, columns], of a task without classes
     keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     decoded_keys: np.ndarray  # uint64 [N], the same of the pixels as in `images`
-    rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
+    rows: dict[str, np.ndarray]  # int64, of train, test and validation, given or once held out
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
+    has_validation: bool = False  # the data set has such a split; else it is held out of train
     caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
     left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
@@ -45,8 +47,11 @@ class ImageData:
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
 
-        If the test split was drawn from train too, their number is approximate.
+        If the test split was drawn from train too, their number is approximate. If the data set has
+        a validation split, it is that.
         """
+        if self.has_validation:
+            return self
         train = self.rows["train"]
         keys = held_out.alike(self.keys, self.decoded_keys)[train]
         strata = held_out.strata(self.targets[train])
@@ -96,21 +101,25 @@ class ImageData:
         return {row: files[row] for row in rows if files and files[row]}
 
     def per_class(self) -> dict[str, list[int]]:
-        """Return the number of images of each class, by split, validation's in train."""
-        train = [*self.rows["train"], *self.rows.get("validation", [])]
-        return {
-            split: np.bincount(self.targets[rows], minlength=len(self.classes)).tolist()
-            for split, rows in (("train", train), ("test", [*self.rows["test"]]))
-        }
+        """Return the number of images of each class, by split; what was held out is in train."""
+        rows = dict(self.rows)
+        if not self.has_validation:
+            rows["train"] = np.concatenate(
+                [rows["train"], rows.pop("validation", rows["train"][:0])]
+            )
+        labels = {split: self.targets[rows[split]] for split in STORED_SPLITS if split in rows}
+        least = len(self.classes)
+        return {split: np.bincount(x, minlength=least).tolist() for split, x in labels.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the data set's entry in summary.json."""
         validation = len(self.rows.get("validation", ()))
+        held_out = 0 if self.has_validation else validation  # of the train split
         return {
             "name": self.name,
             "source": self.source,
             "digest": self.digest,
-            "train_rows": len(self.rows["train"]) + validation,
+            "train_rows": len(self.rows["train"]) + held_out,
             "test_rows": len(self.rows["test"]),
             "val_rows": validation,
         }

@@ -161,13 +161,14 @@ def list_table(
     splits, notes = choose_splits(named, typed, options)
     if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
-    first, last = next(iter(splits.values())), [*splits.values()][-1]
+    (begin, first), *others = splits.items()
     image_column, targets_in, unused = find_columns(first, typed, options.columns)
     for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
-        if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
-            fault = f"{typed}: column {column} is {kind} in train and {other} in test"
-            raise DataError(f"{fault}; give both the same type and the same names")
+        for split, rows in others:
+            if (kind := first.features[column]) != (other := rows.features.get(column, "missing")):
+                fault = f"{typed}: column {column} is {kind} in {begin} and {other} in {split}"
+                raise DataError(f"{fault}; give both the same type and the same names")
     found, classes, careful = dict[str, list[list[Any]]](), list[str](), list[str]()
     for split, rows in splits.items():
         if len(rows) == 0:

@@ -108,7 +108,11 @@ def resolve_run(
         images = replace(images, image_format=made)
     if earlier:
         resume.check_same_images(name, images.digest, earlier)
-    images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
+    if images.has_validation:
+        given = replace(config.recipe, val_size=len(images.rows["validation"]))
+        config = replace(config, recipe=given)
+    else:
+        images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     config, recipe = resolve(config, name, images, world.store.world_size)
     seen, weights = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
     images = images.without(seen, f"--weights {weights} was trained on some")
@@ -137,6 +141,9 @@ def load_images(
     if "test_size" in config.typed and not images.test_share:
         prefix = f"--test-size {options.test_size:g}: --dataset {name}"
         raise UsageError(f"{prefix} already has a test split; remove --test-size")
+    if "val_size" in config.typed and images.has_validation:
+        prefix = f"--val-size {config.recipe.val_size}: --dataset {name}"
+        raise UsageError(f"{prefix} already has a validation split; remove --val-size")
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     if bound := bound_together(store.rank_info.local_world_size):
