@@ -18,6 +18,7 @@ class ImageOptions:
     # 0: none, as all are for the test.
     test_size: float | None = None
     fit: str = "crop"  # or pad: how an image of another ratio gets its size
+    group: str | None = None  # a pattern: images in whose path it finds the same are a group
     class_folder: str = "last"  # or first: which of an image's folders is that of its class
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
@@ -26,8 +27,14 @@ class ImageOptions:
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> Self:
         """Return the flags' values. Raise UsageError for a malformed one."""
-        names = ("grey", "test_size", "fit", "class_folder")
+        names = ("grey", "test_size", "group", "fit", "class_folder")
         as_typed = {name: flags[name] for name in names if name in flags}
+        if group := as_typed.get("group"):
+            try:
+                re.compile(group)
+            except re.error as error:
+                why = f"is no regular expression ({error})"
+                raise UsageError(f"--group {group}: {why}; try e.g. '[A-Z][0-9]+'") from error
         return cls(_size(flags["image_size"]), **as_typed)
 
 

@@ -37,6 +37,11 @@ class RunFlags(Flags):
         "Folder of an image that is its class: the last, or the first below those that all share.",
         choices=("last", "first"),
     )
+    group: str | None = flag(
+        None,
+        "Never part images in whose paths it finds the same, e.g. an animal's [column group].",
+        metavar="REGEX",
+    )
     test_size: float | None = flag(
         None,
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",

@@ -18,18 +18,19 @@ from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
-from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.groups import NONE, keys_of, named_by, on_two_sides, together
+from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import TOO_MANY, DataError, StorageError, blame
+from ddp_mnist.errors import TOO_MANY, DataError, StorageError, UsageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
-from ddp_mnist.system.text import escaped, joined, reason
+from ddp_mnist.system.text import escaped, joined, reason, shown_name
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 7
 ABOUT = "about.json"  # everything but the arrays
-ARRAYS = ("images", "targets", "keys", "decoded_keys", "part", "sums")
+ARRAYS = ("images", "targets", "keys", "decoded_keys", "groups", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
 MOST_CHECKED = 2**30  # bytes of images: more would take seconds at each start
 HASH = 8  # hex digits, of the source in a folder's name
@@ -206,25 +207,22 @@ def _check(path: Path, found: dict[str, Any], source: Source) -> None:
 def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
     del found["sha256s"]
-    keys = held_out.alike(found["keys"], found["decoded_keys"])
+    part = found.pop("part")
+    rows, found["caveats"] = rows_of(part), found.pop("careful")
+    is_drawn_from = "test" in rows or options.test_size != 0
+    groups = _groups_of(found, part >= 0, source, options) if is_drawn_from else None
+    found["groups"] = groups
+    keys = together(held_out.alike(found["keys"], found["decoded_keys"]), groups)
     labels = held_out.strata(found["targets"])
-    rows = rows_of(found.pop("part"))
-    has_validation = "validation" in rows
-    test_share: float | None = None
-    if "test" not in rows and options.test_size == 0:
-        rows["test"], test_share = rows.pop("train"), 0.0
-        found["notes"].append("there is no test split, so all images count")
-    elif "test" not in rows:
-        train = rows["train"]
-        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
-        held, test_share = train[drawn[0]], drawn[1]
-        rows = {"train": np.setdiff1d(train, held), "test": held}
-        found["digest"] = hashlib.sha256(f"{found['digest']} {test_share}".encode()).hexdigest()
-        those = f"{len(held):,} of {len(train):,} images are held out for the test"
-        stay = f"with --test-size {test_share:.3g} each stays there as the folder grows"
-        found["notes"].insert(0, f"{those}, by a hash of their pixels: {stay}")
+    test_share, has_validation = None, "validation" in rows
+    if "test" not in rows:
+        test_share = _draw_test(found, rows, keys, labels, source, options)
+    elif groups is not None:
+        each = [f"{len(np.unique(keys[these])):,} in {split}" for split, these in rows.items()]
+        found["notes"].insert(0, f"groups: {', '.join(each)}")
+        files = files_in(found["files"])
+        found["caveats"] += on_two_sides(groups, rows, lambda row: shown_name(files[row]))
     rows.setdefault("train", np.arange(0))
-    found["caveats"] = found.pop("careful")
     if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
         shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
         fix = "add images" if test_share is None else "add images, or give a larger --test-size"
@@ -233,3 +231,67 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
     return ImageData(**found, rows=rows, test_share=test_share, has_validation=has_validation)
+
+
+def _groups_of(
+    found: dict[str, Any], is_read: np.ndarray, source: Source, options: ImageOptions
+) -> np.ndarray | None:
+    """Return the key of each image's group, see groups.py; None if there are no groups.
+
+    The flag beats a column, which may have its name for another reason. Raise UsageError if it
+    finds nothing, unless these are images to evaluate a run on.
+    """
+    groups, notes, files = found["groups"], found["notes"], list[str]()
+    if options.group:
+        if (groups != NONE).any():
+            notes.append("column group is not used, as --group says what belongs together")
+        files = files_in(found["files"])
+        groups = np.where(is_read, keys_of(named_by(options.group, files)), np.uint64(NONE))
+        found["digest"] = hashlib.sha256(
+            f"{found['digest']} ".encode() + groups.tobytes()
+        ).hexdigest()
+        if (groups == NONE).all() and options.test_size != 0:
+            first = next(filter(None, files), "")
+            fault = f"finds nothing in the path of any image of {source.typed}"
+            why = f"{fault}, as {shown_name(first)}; correct it"
+            if not first:
+                why = f"the images of {source.typed} have no paths; add a column group"
+            raise UsageError(f"--group {options.group}: {why}")
+    if (groups == NONE).all():
+        return None
+    if (alone := np.flatnonzero(is_read & (groups == NONE))).size:
+        first = (files or files_in(found["files"]))[alone[0]]
+        those = f"{len(alone):,} of {is_read.sum():,} images have no group, and are one each"
+        notes.append(f"{those}{f', as {shown_name(first)}' if first else ''}")
+    return groups
+
+
+def _draw_test(
+    found: dict[str, Any],
+    rows: dict[str, np.ndarray],
+    keys: np.ndarray,
+    labels: np.ndarray,
+    source: Source,
+    options: ImageOptions,
+) -> float:
+    """Move the test from the train rows to its own, and return its share; 0 if that is all.
+
+    What decides it becomes part of the digest.
+    """
+    train = rows["train"]
+    if options.test_size == 0:
+        rows["test"] = rows.pop("train")
+        found["notes"].append("there is no test split, so all images count")
+        return 0.0
+    drawn, share = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
+    rows |= {"train": np.delete(train, drawn), "test": train[drawn]}
+    found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
+    those, of_what = f"{len(drawn):,} of {len(train):,} images", "pixels"
+    if found["groups"] is not None:
+        few, every = (len(np.unique(keys[each])) for each in (rows["test"], train))
+        those, of_what = f"{those}, {few:,} of {every:,} groups,", "groups' names"
+    stay = f"with --test-size {share:.3g} each stays there as the folder grows"
+    found["notes"].insert(
+        0, f"{those} are held out for the test, by a hash of their {of_what}: {stay}"
+    )
+    return share

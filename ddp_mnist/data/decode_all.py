@@ -27,6 +27,7 @@ from ddp_mnist.data.decode import (
     pixels_of,
     without_equal_channels,
 )
+from ddp_mnist.data.groups import NONE, keys_of
 from ddp_mnist.data.held_out import alike, key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
@@ -53,12 +54,12 @@ def decode_all(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    These are targets, as in `Listing`, keys and decoded_keys, uint64 [N] (see held_out.py), the
-    part, int8 [N] (place in STORED_SPLITS, -1 if it cannot be read), and sums of each image's
-    values and of their squares, uint64 [N, C, 2]. `tell` is called with a line as decoding begins.
-    If many images cannot be read, they are listed in a file beside the folder.
-    Raise DataError, which names all images that cannot be read, if more than a few cannot, and
-    OSError if the disk has no room.
+    These are targets, as in `Listing`, keys and decoded_keys (see held_out.py) and groups (see
+    groups.py), uint64 [N], the part, int8 [N] (place in STORED_SPLITS, -1 if it cannot be read),
+    and sums of each image's values and of their squares, uint64 [N, C, 2]. `tell` is called with a
+    line as decoding begins. If many images cannot be read, they are listed in a file beside the
+    folder. Raise DataError, which names all images that cannot be read, if more than a few cannot,
+    and OSError if the disk has no room.
     """
     if listing.classes and not options.for_evaluation:
         listing.check_classes()
@@ -84,6 +85,8 @@ def decode_all(
     parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
     part = np.concatenate(parts).astype(np.int8)
     part[[*listing.broken]] = -1
+    groups = keys_of(listing.groups or [""] * len(listing))
+    groups[[*listing.broken]] = NONE
     rows = rows_of(part)
     if unread := listing.targets.keys() - rows.keys():
         fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
@@ -96,6 +99,7 @@ def decode_all(
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
     is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not changed
     same = alike(keys, decoded_keys)
+    names = [*listing.classes, *options.columns]
     careful = warnings_about(listing, rows, same, strata(targets), is_plain)
     about = {
         "classes": listing.classes,
@@ -106,11 +110,11 @@ def decode_all(
             "characters": {*map(len, listing.classes)} == {1},
             "fit": options.fit,
         },
-        "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
+        "digest": data_digest(images, targets, keys, groups, rows, names),
         "notes": [*listing.notes, *converted],
         "careful": careful,
     }
-    arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
+    arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys, "groups": groups}
     return about, {**arrays, "part": part, "sums": sums}
 
 
@@ -239,16 +243,18 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
 
 
 def data_digest(
-    images: Array, targets: Array, keys: Array, rows: RowsBySplit, names: list[str]
+    images: Array, targets: Array, keys: Array, groups: Array, rows: RowsBySplit, names: list[str]
 ) -> str:
     """Return the SHA-256 by which runs recognise a data set.
 
-    It is of all that decides what is trained, held out and counted: the splits' pixels, targets and
-    keys, and the names.
+    It is of all that decides what is trained, held out and counted: the splits' pixels, targets,
+    keys and groups, if any, and the names.
     """
+    arrays = {"images": images, "labels": targets, "keys": keys}
+    arrays |= {"groups": groups} if (groups != NONE).any() else {}
     digest = hashlib.sha256(json.dumps(names).encode())
     for split, these in rows.items():
-        for kind, array in (("images", images), ("labels", targets), ("keys", keys)):
+        for kind, array in arrays.items():
             shape = [len(these), *array.shape[1:]]
             digest.update(f"{split}_{kind} {array.dtype} {shape}".encode())
             for start in range(0, len(these), 1000):

@@ -172,7 +172,8 @@ def list_folder(
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
     column = "file_name" if described else ""
-    return Listing(typed, cells, targets, classes, notes, column, folder, careful)
+    groups = [described[image].group for each in splits.values() for image in each if described]
+    return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:

@@ -49,7 +49,9 @@ def draw_test(
     held = draw_by_share(keys, labels, share)
     if not held.size:
         fault = "no image can be held out for the test, as each class has only one"
-        raise DataError(f"{typed}: {fault} (copies count as one); add more")
+        raise DataError(
+            f"{typed}: {fault} (copies, and the images of a group, count as one); add more"
+        )
     return held, share
 
 

@@ -13,9 +13,17 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.data import held_out
+from ddp_mnist.data.groups import together
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.errors import DataError, blame
+
+
+def files_in(path: Path) -> list[str]:
+    """Return the files of a data set's images from the list at this path."""
+    with blame(str(path), DataError, "decode again: prepare --refresh"):
+        found: list[str] = json.loads(path.read_text())
+        return found
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class ImageData:
     decoded_keys: np.ndarray  # uint64 [N], the same of the pixels as in `images`
     rows: dict[str, np.ndarray]  # int64, of train, test and validation, given or once held out
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
+    groups: np.ndarray | None = None  # uint64 [N], see groups.py
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
     has_validation: bool = False  # the data set has such a split; else it is held out of train
     caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
@@ -47,17 +56,22 @@ class ImageData:
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
 
-        If the test split was drawn from train too, their number is approximate. If the data set has
-        a validation split, it is that.
+        If the test split was drawn from train too, or if there are groups, their number is
+        approximate. If the data set has a validation split, it is that.
         """
         if self.has_validation:
             return self
-        train = self.rows["train"]
-        keys = held_out.alike(self.keys, self.decoded_keys)[train]
+        train, made = self.rows["train"], self.image_format
+        keys = together(held_out.alike(self.keys, self.decoded_keys), self.groups)[train]
         strata = held_out.strata(self.targets[train])
-        held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
-        rows = {"train": np.setdiff1d(train, held), "validation": held}
-        return dataclasses.replace(self, rows=self.rows | rows)
+        by_share = bool(self.test_share) or self.groups is not None
+        held = held_out.validation_rows(keys, strata, val_size, by_share)
+        if self.groups is not None:
+            few, every = (len(np.unique(each)) for each in (keys[held], keys))
+            note = f"{few:,} of {every:,} groups of train are held out for validation"
+            made = dataclasses.replace(made, notes=[*made.notes, note])
+        rows = {"train": np.delete(train, held), "validation": train[held]}
+        return dataclasses.replace(self, rows=self.rows | rows, image_format=made)
 
     def without(self, keys: Collection[int], why: str) -> "ImageData":
         """Return the data set without the validation and test images with one of the `keys`.
@@ -96,8 +110,7 @@ class ImageData:
 
     def files_of(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the files, relative to their folder, of those of the rows that have one."""
-        with blame(str(self.files), DataError, "decode again: prepare --refresh"):
-            files = json.loads(self.files.read_text()) if self.files else []
+        files = files_in(self.files) if self.files else []
         return {row: files[row] for row in rows if files and files[row]}
 
     def per_class(self) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_mnist.data.groups import COLUMN, name_in
 from ddp_mnist.data.listing import (
     LABELS,
     SPLIT_OF,
@@ -58,11 +59,17 @@ class Described(NamedTuple):
     """What metadata says of an image."""
 
     target: Any  # its label, or its numbers
-    split: str  # "" if there is no such column
+    split: str  # "" if there is no column for it
+    group: str  # "" as well, or if its cell is empty
 
 
 def is_name(cell: Any) -> bool:
     return isinstance(cell, str) and bool(cell.strip())
+
+
+def split_in_cell(cell: Any) -> str:
+    """Return the split that a cell means; "" if none."""
+    return SPLIT_OF.get(str(cell).strip().lower(), "")
 
 
 def is_filled(cell: str | list[str] | None) -> bool:
@@ -76,7 +83,7 @@ def is_empty(cells: str) -> bool:
 
 FILE_NAME: Check = (is_name, "no name in column file_name", "name a file, or delete these rows")
 OF_A_SPLIT: Check = (
-    lambda cell: isinstance(cell, str) and cell.strip().lower() in SPLIT_OF,
+    lambda cell: bool(split_in_cell(cell)),
     "no split in column split",
     f"write {', '.join(SPLIT_WORDS)} in each, or leave the column out",
 )
@@ -179,11 +186,13 @@ def read_metadata(
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
             names, targets = cells_of(table, at, wanted, columns)
-            rows = map(Described, targets, splits_of(table, at, columns))
+            splits = cells_of_more(table, at, "split", columns, OF_A_SPLIT)
+            groups = map(name_in, cells_of_more(table, at, COLUMN, columns))
+            rows = map(Described, targets, map(split_in_cell, splits), groups)
             for name, row, (place, _) in zip(names, rows, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
                 before = found.setdefault(image, row)
-                for what, *both in zip(("labels", "splits"), before, row, strict=True):
+                for what, *both in zip(("labels", "splits", "groups"), before, row, strict=True):
                     if both[0] != both[1]:
                         fault = f"{image} has the {what} {both[0]} and {both[1]}"
                         raise DataError(f"{at}: {place}: {fault}; decide on one")
@@ -198,14 +207,20 @@ def read_metadata(
     return found, notes
 
 
-def splits_of(table: Table, at: str, columns: tuple[str, ...]) -> list[str]:
-    """Return the split of each row; "" without such a column, or if it is one of the numbers'."""
-    column = table.column(at, "split")
-    if column is None or "split" in columns:
-        return [""] * len(table.rows)
+def cells_of_more(
+    table: Table, at: str, name: str, columns: tuple[str, ...], check: Check | None = None
+) -> list[Any]:
+    """Return the cells of a column that need not be there: all None then, and if it is a target.
+
+    Raise DataError for cells that do not pass the check.
+    """
+    column = None if name in columns else table.column(at, name)
+    if column is None:
+        return [None] * len(table.rows)
     cells = [row.get(column) for _, row in table.rows]
-    check_cells(at, cells, OF_A_SPLIT, [place for place, _ in table.rows])
-    return [SPLIT_OF[str(cell).strip().lower()] for cell in cells]
+    if check:
+        check_cells(at, cells, check, [place for place, _ in table.rows])
+    return cells
 
 
 def cells_of(
