@@ -26,7 +26,7 @@ FIT = "ddp_mnist.core.fit"
 
 FLAGS = {
     "train": "dataset image_size grey test_size run_dir resume seed cache_dir checkpoint_every keep"
-    " log_every trackers profile quiet dry_run fit class_folder group"
+    " log_every trackers profile quiet dry_run fit class_folder group fold"
     " preset model weights epochs batch_size optimizer lr weight_decay warmup label_smoothing loss"
     " task class_weights augment val_size target_accuracy patience metrics grad_accum max_grad_norm"
     " inject backend init_method rank world_size local_rank cpu dist_timeout start_timeout"

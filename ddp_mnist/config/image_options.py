@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from ddp_mnist.errors import UsageError
 
+MOST_FOLDS = 100
+
 
 @dataclass(frozen=True)
 class ImageOptions:
@@ -18,6 +20,7 @@ class ImageOptions:
     # 0: none, as all are for the test.
     test_size: float | None = None
     fit: str = "crop"  # or pad: how an image of another ratio gets its size
+    fold: tuple[int, int] | None = None  # K and N: without a test split, fold K of N is the test
     group: str | None = None  # a pattern: images in whose path it finds the same are a group
     class_folder: str = "last"  # or first: which of an image's folders is that of its class
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
@@ -35,7 +38,7 @@ class ImageOptions:
             except re.error as error:
                 why = f"is no regular expression ({error})"
                 raise UsageError(f"--group {group}: {why}; try e.g. '[A-Z][0-9]+'") from error
-        return cls(_size(flags["image_size"]), **as_typed)
+        return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
 
 
 def _size(typed: str | None) -> tuple[int, int] | None:
@@ -47,6 +50,17 @@ def _size(typed: str | None) -> tuple[int, int] | None:
             f"--image-size {typed}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
         )
     return int(sides[1]), int(sides[2] or sides[1])
+
+
+def _fold(typed: str | None) -> tuple[int, int] | None:
+    if typed is None:
+        return None
+    parts = re.fullmatch("([0-9]{1,3})/([0-9]{1,3})", typed)
+    number, folds = map(int, parts.groups()) if parts else (0, 0)
+    if not 1 <= number <= folds or not 2 <= folds <= MOST_FOLDS:
+        legal = f"must be K/N, with N from 2 to {MOST_FOLDS} and K from 1 to N, e.g. 1/5"
+        raise UsageError(f"--fold {typed}: {legal}")
+    return number, folds
 
 
 AS_THEY_ARE = ImageOptions()

@@ -47,6 +47,11 @@ class RunFlags(Flags):
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",
         above=0,
     )
+    fold: str | None = flag(
+        None,
+        "Test on fold K of N, if there is no test split: over all K, on each image once.",
+        metavar="K/N",
+    )
     run_dir: str | None = not_kept(None, "Folder to write the run to [runs/<dataset>-<NNN>].")
     resume: str | None = not_kept(
         None,
@@ -73,7 +78,9 @@ class RunFlags(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ImageOptions.from_flags(vars(self))  # raises UsageError for a malformed --image-size
+        ImageOptions.from_flags(vars(self))  # raises UsageError for a malformed one
+        if self.fold and self.test_size is not None:
+            raise UsageError(f"--fold {self.fold}: says what the test is; leave out --test-size")
 
 
 TRAINING_FLAGS = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution

@@ -223,10 +223,19 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
         files = files_in(found["files"])
         found["caveats"] += on_two_sides(groups, rows, lambda row: shown_name(files[row]))
     rows.setdefault("train", np.arange(0))
-    if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
-        shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
-        fix = "add images" if test_share is None else "add images, or give a larger --test-size"
-        found["caveats"].append(f"the test has no image of {shown}: {fix}")
+    train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
+    is_fold = bool(options.fold and test_share)
+    lacking = {"the test has": train - test}
+    lacking |= {"train has, in this fold,": test - train} if is_fold else {}
+    fix = (
+        "add images"
+        if test_share is None or is_fold
+        else "add images, or give a larger --test-size"
+    )
+    for split_has, those in lacking.items():
+        if those:
+            shown = joined((f'"{found["classes"][label]}"' for label in sorted(those)), 80)
+            found["caveats"].append(f"{split_has} no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
@@ -283,15 +292,21 @@ def _draw_test(
         rows["test"] = rows.pop("train")
         found["notes"].append("there is no test split, so all images count")
         return 0.0
-    drawn, share = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
+    what = keys[train], labels[train]
+    if options.fold:
+        number, folds = options.fold
+        drawn, share = held_out.draw_fold(*what, number, folds, source.typed), 1 / folds
+        decided_by, how = f"fold {number}/{folds}", f"are the test, fold {number} of {folds}"
+    else:
+        drawn, share = held_out.draw_test(*what, options.test_size, source.typed)
+        of_what = "pixels" if found["groups"] is None else "groups' names"
+        how = f"are held out for the test, by a hash of their {of_what}: with --test-size"
+        decided_by, how = f"{share}", f"{how} {share:.3g} each stays there as the folder grows"
     rows |= {"train": np.delete(train, drawn), "test": train[drawn]}
-    found["digest"] = hashlib.sha256(f"{found['digest']} {share}".encode()).hexdigest()
-    those, of_what = f"{len(drawn):,} of {len(train):,} images", "pixels"
+    found["digest"] = hashlib.sha256(f"{found['digest']} {decided_by}".encode()).hexdigest()
+    those = f"{len(drawn):,} of {len(train):,} images"
     if found["groups"] is not None:
         few, every = (len(np.unique(keys[each])) for each in (rows["test"], train))
-        those, of_what = f"{those}, {few:,} of {every:,} groups,", "groups' names"
-    stay = f"with --test-size {share:.3g} each stays there as the folder grows"
-    found["notes"].insert(
-        0, f"{those} are held out for the test, by a hash of their {of_what}: {stay}"
-    )
+        those += f", {few:,} of {every:,} groups,"
+    found["notes"].insert(0, f"{those} {how}")
     return share
