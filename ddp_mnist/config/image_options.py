@@ -36,7 +36,7 @@ class ImageOptions:
             try:
                 re.compile(group)
             except re.error as error:
-                why = f"is no regular expression ({error})"
+                why = f"cannot be compiled ({error})"
                 raise UsageError(f"--group {group}: {why}; try e.g. '[A-Z][0-9]+'") from error
         return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
 

@@ -18,7 +18,7 @@ from ddp_mnist.data.listing import (
     number_labels,
     shown_file,
 )
-from ddp_mnist.data.metadata import is_outside, other_tables, read_metadata
+from ddp_mnist.data.metadata import Described, is_outside, other_tables, read_metadata
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.text import first_of, joined, printable, shown_name
 
@@ -110,9 +110,7 @@ def list_folder(
 ) -> Listing | None:
     """Return the images of a folder, by split and class, with notes on all that are left out.
 
-    A column `split` of the metadata decides; or else the topmost folder that is named like a split;
-    or else the names of the files, if all of them have such a word. Return None if there are no
-    images. Raise DataError if the class of an image is not clear.
+    Return None if there are no images. Raise DataError if the class of an image is not clear.
     """
     there, notes = find_images(typed, folder, paths)
     if not there and notes:
@@ -121,16 +119,12 @@ def list_folder(
         return None
     described, unused = read_metadata(typed, folder, paths, options.columns)
     labels = {image: row.target for image, row in described.items()}
-    given = {image: row.split for image, row in described.items() if row.split}
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for name in map(str, (folder, *images)):
         if name != name.encode(errors="replace").decode():
             raise DataError(f"{typed}: {name} has a name that is not UTF-8; rename it")
-    others = [image for image in labels if image not in given] if given else images
-    by_folders = split_by_folders(others, has_labels=bool(labels))
-    by_files = {} if given or by_folders else split_by_files(images)
-    split_of = given | by_folders or by_files or dict.fromkeys(images, "train")
-    unused += guessed_splits(by_folders, by_files)
+    split_of, in_splits, guessed = find_splits(images, described)
+    unused += guessed
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
     left_out = [image for image in images if image not in taken]
     no_train = not options.for_evaluation and "train" not in taken.values()
@@ -148,7 +142,7 @@ def list_folder(
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, typed, options)
     if not labels:
-        class_folders, fault = find_class_folders(splits, bool(by_folders), options.class_folder)
+        class_folders, fault = find_class_folders(splits, in_splits, options.class_folder)
         if fault:
             task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
             told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
@@ -174,6 +168,22 @@ def list_folder(
     column = "file_name" if described else ""
     groups = [described[image].group for each in splits.values() for image in each if described]
     return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
+
+
+def find_splits(
+    images: list[Path], described: Mapping[Path, Described]
+) -> tuple[dict[Path, str], bool, list[str]]:
+    """Return the split of each image that has one, whether folders are named so, and notes on it.
+
+    A column `split` of the metadata decides; or else the topmost folder that is named like a split;
+    or else the names of the files, if all of them have such a word; else all are train.
+    """
+    given = {image: row.split for image, row in described.items() if row.split}
+    others = [image for image in described if image not in given] if given else images
+    by_folders = split_by_folders(others, has_labels=bool(described))
+    by_files = {} if given or by_folders else split_by_files(images)
+    split_of = given | by_folders or by_files or dict.fromkeys(images, "train")
+    return split_of, bool(by_folders), guessed_splits(by_folders, by_files)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
@@ -228,7 +238,7 @@ def split_in(name: str) -> str:
 def find_class_folders(
     splits: Mapping[str, list[Path]], in_splits: bool, which: str
 ) -> tuple[dict[Path, Path], str]:
-    """Return the folder of each image's class, the last or the first of its own, and what is
+    """Return the folder of each image's class, the last or the first on its path, and what is
     unclear about them; "" if nothing is.
 
     With `in_splits`, some folders are those of splits, see `split_by_folders`.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 COLUMN = "group"
-NONE = 2**64 - 1  # in place of a key: the image is a group of its own
+NONE = 2**64 - 1  # in place of a key: the image is a group by itself
 
 
 def name_in(cell: Any) -> str:

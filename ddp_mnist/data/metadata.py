@@ -167,7 +167,7 @@ def is_metadata(file: Path) -> bool:
 def read_metadata(
     typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
 ) -> tuple[dict[Path, Described], list[str]]:
-    """Return what is said of each image that a metadata file names, and notes on files without any.
+    """Return how a metadata file describes each image, and notes on files that describe none.
 
     Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With `columns`, it is
     the numbers of these instead. Raise DataError for bad rows, or if these columns are missing.
