@@ -18,14 +18,14 @@ from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
-from ddp_mnist.data.groups import NONE, keys_of, named_by, on_two_sides, together
+from ddp_mnist.data.groups import NONE, as_file, keys_of, named_by, on_two_sides, together
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import TOO_MANY, DataError, StorageError, UsageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
-from ddp_mnist.system.text import escaped, joined, reason, shown_name
+from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
 CACHE_FORMAT = 7
@@ -220,18 +220,13 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     elif groups is not None:
         each = [f"{len(np.unique(keys[these])):,} in {split}" for split, these in rows.items()]
         found["notes"].insert(0, f"groups: {', '.join(each)}")
-        files = files_in(found["files"])
-        found["caveats"] += on_two_sides(groups, rows, lambda row: shown_name(files[row]))
+        found["caveats"] += on_two_sides(groups, rows, files_in(found["files"]))
     rows.setdefault("train", np.arange(0))
     train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
     is_fold = bool(options.fold and test_share)
     lacking = {"the test has": train - test}
     lacking |= {"train has, in this fold,": test - train} if is_fold else {}
-    fix = (
-        "add images"
-        if test_share is None or is_fold
-        else "add images, or give a larger --test-size"
-    )
+    fix = "add images" + ", or give a larger --test-size" * bool(test_share and not is_fold)
     for split_has, those in lacking.items():
         if those:
             shown = joined((f'"{found["classes"][label]}"' for label in sorted(those)), 80)
@@ -256,22 +251,24 @@ def _groups_of(
             notes.append("column group is not used, as --group says what belongs together")
         files = files_in(found["files"])
         groups = np.where(is_read, keys_of(named_by(options.group, files)), np.uint64(NONE))
-        found["digest"] = hashlib.sha256(
-            f"{found['digest']} ".encode() + groups.tobytes()
-        ).hexdigest()
+        of_both = f"{found['digest']} ".encode() + groups.tobytes()
+        found["digest"] = hashlib.sha256(of_both).hexdigest()
         if (groups == NONE).all() and options.test_size != 0:
             first = next(filter(None, files), "")
-            fault = f"finds nothing in the path of any image of {source.typed}"
-            why = f"{fault}, as {shown_name(first)}; correct it"
+            fault, fix = (
+                f"finds nothing in the paths of {source.typed}{as_file(first)}",
+                "correct it",
+            )
             if not first:
-                why = f"the images of {source.typed} have no paths; add a column group"
+                fault, fix = f"the images of {source.typed} have no paths", "add a column group"
+            why = f"{fault}; {fix}"
             raise UsageError(f"--group {options.group}: {why}")
     if (groups == NONE).all():
         return None
     if (alone := np.flatnonzero(is_read & (groups == NONE))).size:
         first = (files or files_in(found["files"]))[alone[0]]
         those = f"{len(alone):,} of {is_read.sum():,} images have no group, and are one each"
-        notes.append(f"{those}{f', as {shown_name(first)}' if first else ''}")
+        notes.append(f"{those}{as_file(first)}")
     return groups
 
 

@@ -8,10 +8,12 @@ import hashlib
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from ddp_mnist.system.text import shown_name
 
 COLUMN = "group"
 NONE = 2**64 - 1  # in place of a key: the image is a group by itself
@@ -24,12 +26,11 @@ def name_in(cell: Any) -> str:
 
 
 def keys_of(names: Sequence[str]) -> np.ndarray:
-    """Return the key of each image's group, uint64 [N], by its name; NONE for "" ."""
-    hashes = {
-        name: hashlib.blake2b(name.encode(errors="replace"), digest_size=8) for name in {*names}
-    }
-    keys = {name: int.from_bytes(each.digest(), "big") for name, each in hashes.items()}
-    return np.array([keys[name] if name else NONE for name in names], np.uint64)
+    """Return the key of each image's group, uint64 [N], by its name; NONE if that is ""."""
+    as_bytes = {name: name.encode(errors="surrogatepass") for name in {*names}}
+    hashes = {name: hashlib.blake2b(x, digest_size=8).digest() for name, x in as_bytes.items()}
+    keys = {name: int.from_bytes(each, "big") for name, each in hashes.items()} | {"": NONE}
+    return np.array([keys[name] for name in names], np.uint64)
 
 
 def named_by(pattern: str, paths: Sequence[str]) -> list[str]:
@@ -60,13 +61,17 @@ def together(keys: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
 
 
 def on_two_sides(
-    groups: np.ndarray, rows: Mapping[str, np.ndarray], file_of: Callable[[int], str]
+    groups: np.ndarray, rows: Mapping[str, np.ndarray], files: Sequence[str]
 ) -> Iterator[str]:
     """Yield a sentence on the groups that two splits share, with the file of such an image."""
     for one, other in itertools.combinations(rows, 2):
         there = rows[other][groups[rows[other]] != NONE]
         if (shared := there[np.isin(groups[there], groups[rows[one]])]).size:
             few, of_all = (len(np.unique(groups[each])) for each in (shared, there))
-            file = file_of(int(shared[0]))
             those = f"{few:,} of {of_all:,} groups in {other} are in {one} too"
-            yield f"{those}{f', as {file}' if file else ''}: put each wholly into one"
+            yield f"{those}{as_file(files[shared[0]])}: put each wholly into one"
+
+
+def as_file(file: str) -> str:
+    """Return an image's file as part of a sentence; "" if it has none."""
+    return f", as {shown_name(file)}" if file else ""

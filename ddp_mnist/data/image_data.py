@@ -115,24 +115,22 @@ class ImageData:
 
     def per_class(self) -> dict[str, list[int]]:
         """Return the number of images of each class, by split; what was held out is in train."""
-        rows = dict(self.rows)
+        rows = {split: [*self.rows[split]] for split in STORED_SPLITS if split in self.rows}
         if not self.has_validation:
-            rows["train"] = np.concatenate(
-                [rows["train"], rows.pop("validation", rows["train"][:0])]
-            )
-        labels = {split: self.targets[rows[split]] for split in STORED_SPLITS if split in rows}
+            rows["train"] += rows.pop("validation", [])
         least = len(self.classes)
-        return {split: np.bincount(x, minlength=least).tolist() for split, x in labels.items()}
+        counts = {split: np.bincount(self.targets[x], minlength=least) for split, x in rows.items()}
+        return {split: each.tolist() for split, each in counts.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the data set's entry in summary.json."""
         validation = len(self.rows.get("validation", ()))
-        held_out = 0 if self.has_validation else validation  # of the train split
+        of_train = 0 if self.has_validation else validation
         return {
             "name": self.name,
             "source": self.source,
             "digest": self.digest,
-            "train_rows": len(self.rows["train"]) + held_out,
+            "train_rows": len(self.rows["train"]) + of_train,
             "test_rows": len(self.rows["test"]),
             "val_rows": validation,
         }

@@ -222,7 +222,9 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         return
     if len(trained_on := numbers[images.are_among(keys, numbers)]):
         fix = "use --split test"
-        if flags.split == "test":
+        if images.test_share:  # as the folds of a set that has grown are dealt anew
+            fix = "put those that it has not seen into test/CLASS/"
+        elif flags.split == "test":
             paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
             names = joined(map(printable, paths), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"

@@ -158,7 +158,7 @@ def test_a_pattern_that_is_wrong_or_finds_nothing(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *NAMES)
     with pytest.raises(UsageError, match=r"^--group A\[: cannot be compiled \(unterminated"):
         RunFlags(group="A[")
-    line = f"^--group B1: finds nothing in the path of any image of --dataset {own}, as {NAMES[0]};"
+    line = f"^--group B1: finds nothing in the paths of --dataset {own}, as {NAMES[0]};"
     with pytest.raises(UsageError, match=line):
         load(own, ImageOptions(group="B1"))
     pngs = [(own / name).read_bytes() for name in NAMES]

@@ -353,3 +353,4 @@ def test_a_run_on_a_fold_is_evaluated_reported_and_resumed_on_it(typed: Typed) -
     noise(77).save("own/cat/more.png")  # the folds are dealt anew, so some were trained on
     ended = typed("evaluate", "run", "--dataset", "own")
     assert ended.code == 3 and "run was trained on" in ended.err
+    assert "test images; put those that it has not seen into test/CLASS/, or choose" in ended.err
