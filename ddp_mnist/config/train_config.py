@@ -29,17 +29,17 @@ class RunFlags(Flags):
     grey: bool = flag(False, "Convert colour images to grey.")
     fit: str = flag(
         "crop",
-        "Images of another ratio: crop: cut to the middle; pad: kept whole, on grey.",
+        "Cut images of another ratio to their middle, or pad them with grey and keep them whole.",
         choices=("crop", "pad"),
     )
     class_folder: str = flag(
         "last",
-        "Folder of an image that is its class: the last, or the first below those that all share.",
+        "Folder that is an image's class: the last of its path, or the first that not all share.",
         choices=("last", "first"),
     )
     group: str | None = flag(
         None,
-        "Never part images in whose paths it finds the same, e.g. an animal's [column group].",
+        "Keep images on one side in whose paths it finds the same, as an animal [column group].",
         metavar="REGEX",
     )
     test_size: float | None = flag(
