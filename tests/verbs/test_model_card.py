@@ -132,6 +132,9 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     assert np.mean(hits) == pytest.approx(read_json(run / "summary.json")["test_accuracy"])
     outputs = [each["prediction"]["length_mm"] for each in predicted(typed, numbers, files)]
     assert np.ravel(numbered).tolist() == pytest.approx(outputs, rel=1e-5)
+    card = (whole / "export" / "README.md").read_text()
+    assert "resized as a whole, and in the middle of grey (127 of 255) if its ratio is" in card
+    assert read_json(whole / "export" / "config.json")["fit"] == "pad"
     card = (numbers / "export" / "README.md").read_text()
     assert 'Length predicts from, with mean [20.0] and std [4.0], of ["length_mm"]' in card
 
