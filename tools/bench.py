@@ -204,7 +204,7 @@ def train_plain(run: TrainingRun) -> float:
 def first_rows(images: ImageData, train_rows: int) -> ImageData:
     """Return the data set with the first rows of its splits alone, without a validation."""
     most = {"train": train_rows, "test": TEST_ROWS}
-    rows = {name: rows[: most[name]] for name, rows in images.rows.items()}
+    rows = {name: images.rows[name][:most_rows] for name, most_rows in most.items()}
     return replace(images, rows=rows | {"validation": np.arange(0)})
 
 

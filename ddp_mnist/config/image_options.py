@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from ddp_mnist.errors import UsageError
 
+MOST_FOLDS = 100
+
 
 @dataclass(frozen=True)
 class ImageOptions:
@@ -17,22 +19,48 @@ class ImageOptions:
     # The share of images, or their number, to hold out if there is no test split; None: a fifth,
     # 0: none, as all are for the test.
     test_size: float | None = None
+    fit: str = "crop"  # or pad: how an image of another ratio gets its size
+    fold: tuple[int, int] | None = None  # K and N: without a test split, fold K of N is the test
+    group: str | None = None  # a pattern: images in whose path it finds the same are a group
+    class_folder: str = "last"  # or first: which of an image's folders is that of its class
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
     columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> Self:
-        """Return the flags' values. Raise UsageError for a malformed --image-size."""
-        image_size, grey, test_size = flags["image_size"], flags["grey"], flags.get("test_size")
-        if image_size is None:
-            return cls(None, grey, test_size)
-        sides = re.fullmatch("([0-9]{1,4})(?:x([0-9]{1,4}))?", image_size)
-        if not sides or 0 in map(int, filter(None, sides.groups())):
-            raise UsageError(
-                f"--image-size {image_size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
-            )
-        return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
+        """Return the flags' values. Raise UsageError for a malformed one."""
+        names = ("grey", "test_size", "group", "fit", "class_folder")
+        as_typed = {name: flags[name] for name in names if name in flags}
+        if group := as_typed.get("group"):
+            try:
+                re.compile(group)
+            except re.error as error:
+                why = f"cannot be compiled ({error})"
+                raise UsageError(f"--group {group}: {why}; try e.g. '[A-Z][0-9]+'") from error
+        return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
+
+
+def _size(typed: str | None) -> tuple[int, int] | None:
+    if typed is None:
+        return None
+    sides = re.fullmatch("([0-9]{1,4})(?:x([0-9]{1,4}))?", typed)
+    if not sides or 0 in map(int, filter(None, sides.groups())):
+        raise UsageError(
+            f"--image-size {typed}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
+        )
+    return int(sides[1]), int(sides[2] or sides[1])
+
+
+def _fold(typed: str | None) -> tuple[int, int] | None:
+    if typed is None:
+        return None
+    parts = re.fullmatch("([0-9]{1,3})/([0-9]{1,3})", typed)
+    number, folds = map(int, parts.groups()) if parts else (0, 0)
+    if not 1 <= number <= folds or not 2 <= folds <= MOST_FOLDS:
+        legal = f"must be K/N, with N from 2 to {MOST_FOLDS} and K from 1 to N, e.g. 1/5"
+        raise UsageError(f"--fold {typed}: {legal}")
+    return number, folds
 
 
 AS_THEY_ARE = ImageOptions()

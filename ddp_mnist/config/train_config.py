@@ -27,10 +27,30 @@ class RunFlags(Flags):
         None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
     )
     grey: bool = flag(False, "Convert colour images to grey.")
+    fit: str = flag(
+        "crop",
+        "Cut images of another ratio to their middle, or pad them with grey and keep them whole.",
+        choices=("crop", "pad"),
+    )
+    class_folder: str = flag(
+        "last",
+        "Folder that is an image's class: the last of its path, or the first that not all share.",
+        choices=("last", "first"),
+    )
+    group: str | None = flag(
+        None,
+        "Keep images on one side in whose paths it finds the same, as an animal [column group].",
+        metavar="REGEX",
+    )
     test_size: float | None = flag(
         None,
         "Images to hold out for the test, a share or a number, if there is no test split [0.2].",
         above=0,
+    )
+    fold: str | None = flag(
+        None,
+        "Test on fold K of N, if there is no test split: over all K, on each image once.",
+        metavar="K/N",
     )
     run_dir: str | None = not_kept(None, "Folder to write the run to [runs/<dataset>-<NNN>].")
     resume: str | None = not_kept(
@@ -58,7 +78,9 @@ class RunFlags(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ImageOptions.from_flags(vars(self))  # raises UsageError for a malformed --image-size
+        ImageOptions.from_flags(vars(self))  # raises UsageError for a malformed one
+        if self.fold and self.test_size is not None:
+            raise UsageError(f"--fold {self.fold}: says what the test is; leave out --test-size")
 
 
 TRAINING_FLAGS = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution
@@ -108,7 +130,8 @@ class TrainConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that contradict each other."""
-        self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
+        if "val_size" in self.typed:  # else the images may have a validation split of their own
+            self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
         of_classes = {"loss", "class_weights", "label_smoothing", "metrics", "target_accuracy"}

@@ -18,18 +18,19 @@ from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
-from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.groups import NONE, as_file, keys_of, named_by, on_two_sides, together
+from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import TOO_MANY, DataError, StorageError, blame
+from ddp_mnist.errors import TOO_MANY, DataError, StorageError, UsageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
 from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 ABOUT = "about.json"  # everything but the arrays
-ARRAYS = ("images", "targets", "keys", "decoded_keys", "part", "sums")
+ARRAYS = ("images", "targets", "keys", "decoded_keys", "groups", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
 MOST_CHECKED = 2**30  # bytes of images: more would take seconds at each start
 HASH = 8  # hex digits, of the source in a folder's name
@@ -125,8 +126,12 @@ def cached(
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
     """Return the folder of a source's images, read in this way."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    read_as = json.dumps([options.size, options.grey, options.for_evaluation, options.columns])
-    place = hashlib.sha256(os.fsencode(source.place) + read_as.encode()).hexdigest()[:HASH]
+    read_as = [options.size, options.grey, options.for_evaluation, options.columns]
+    # named only if typed: the folders of earlier versions lack them
+    younger = {name: getattr(options, name) for name in ("fit", "class_folder")}
+    typed = {name: x for name, x in younger.items() if x != getattr(AS_THEY_ARE, name)}
+    read = json.dumps([*read_as, typed] if typed else read_as)
+    place = hashlib.sha256(os.fsencode(source.place) + read.encode()).hexdigest()[:HASH]
     return cache_folder(cache_dir) / f"{source.kind}-{readable}-{place}"
 
 
@@ -202,29 +207,103 @@ def _check(path: Path, found: dict[str, Any], source: Source) -> None:
 def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
     del found["sha256s"]
-    keys = held_out.alike(found["keys"], found["decoded_keys"])
+    part = found.pop("part")
+    rows, found["caveats"] = rows_of(part), found.pop("careful")
+    is_drawn_from = "test" in rows or options.test_size != 0
+    groups = _groups_of(found, part >= 0, source, options) if is_drawn_from else None
+    found["groups"] = groups
+    keys = together(held_out.alike(found["keys"], found["decoded_keys"]), groups)
     labels = held_out.strata(found["targets"])
-    rows = rows_of(found.pop("part"))
-    test_share: float | None = None
-    if "test" not in rows and options.test_size == 0:
-        rows["test"], test_share = rows.pop("train"), 0.0
-        found["notes"].append("there is no test split, so all images count")
-    elif "test" not in rows:
-        train = rows["train"]
-        drawn = held_out.draw_test(keys[train], labels[train], options.test_size, source.typed)
-        held, test_share = train[drawn[0]], drawn[1]
-        rows = {"train": np.setdiff1d(train, held), "test": held}
-        found["digest"] = hashlib.sha256(f"{found['digest']} {test_share}".encode()).hexdigest()
-        those = f"{len(held):,} of {len(train):,} images are held out for the test"
-        stay = f"with --test-size {test_share:.3g} each stays there as the folder grows"
-        found["notes"].insert(0, f"{those}, by a hash of their pixels: {stay}")
+    test_share, has_validation = None, "validation" in rows
+    if "test" not in rows:
+        test_share = _draw_test(found, rows, keys, labels, source, options)
+    elif groups is not None:
+        each = [f"{len(np.unique(keys[these])):,} in {split}" for split, these in rows.items()]
+        found["notes"].insert(0, f"groups: {', '.join(each)}")
+        found["caveats"] += on_two_sides(groups, rows, files_in(found["files"]))
     rows.setdefault("train", np.arange(0))
-    found["caveats"] = found.pop("careful")
-    if without := sorted({*labels[rows["train"]].tolist()} - {*labels[rows["test"]].tolist()}):
-        shown = joined((f'"{found["classes"][label]}"' for label in without), 80)
-        fix = "add images" if test_share is None else "add images, or give a larger --test-size"
-        found["caveats"].append(f"the test has no image of {shown}: {fix}")
+    train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
+    is_fold = bool(options.fold and test_share)
+    lacking = {"the test has": train - test}
+    lacking |= {"train has, in this fold,": test - train} if is_fold else {}
+    fix = "add images" + ", or give a larger --test-size" * bool(test_share and not is_fold)
+    for split_has, those in lacking.items():
+        if those:
+            shown = joined((f'"{found["classes"][label]}"' for label in sorted(those)), 80)
+            found["caveats"].append(f"{split_has} no image of {shown}: {fix}")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
-    return ImageData(**found, rows=rows, test_share=test_share)
+    return ImageData(**found, rows=rows, test_share=test_share, has_validation=has_validation)
+
+
+def _groups_of(
+    found: dict[str, Any], is_read: np.ndarray, source: Source, options: ImageOptions
+) -> np.ndarray | None:
+    """Return the key of each image's group, see groups.py; None if there are no groups.
+
+    The flag beats a column, which may have its name for another reason. Raise UsageError if it
+    finds nothing, unless these are images to evaluate a run on.
+    """
+    groups, notes, files = found["groups"], found["notes"], list[str]()
+    if options.group:
+        if (groups != NONE).any():
+            notes.append("column group is not used, as --group says what belongs together")
+        files = files_in(found["files"])
+        groups = np.where(is_read, keys_of(named_by(options.group, files)), np.uint64(NONE))
+        of_both = f"{found['digest']} ".encode() + groups.tobytes()
+        found["digest"] = hashlib.sha256(of_both).hexdigest()
+        if (groups == NONE).all() and options.test_size != 0:
+            first = next(filter(None, files), "")
+            fault, fix = (
+                f"finds nothing in the paths of {source.typed}{as_file(first)}",
+                "correct it",
+            )
+            if not first:
+                fault, fix = f"the images of {source.typed} have no paths", "add a column group"
+            why = f"{fault}; {fix}"
+            raise UsageError(f"--group {options.group}: {why}")
+    if (groups == NONE).all():
+        return None
+    if (alone := np.flatnonzero(is_read & (groups == NONE))).size:
+        first = (files or files_in(found["files"]))[alone[0]]
+        those = f"{len(alone):,} of {is_read.sum():,} images have no group, and are one each"
+        notes.append(f"{those}{as_file(first)}")
+    return groups
+
+
+def _draw_test(
+    found: dict[str, Any],
+    rows: dict[str, np.ndarray],
+    keys: np.ndarray,
+    labels: np.ndarray,
+    source: Source,
+    options: ImageOptions,
+) -> float:
+    """Move the test from the train rows to its own, and return its share; 0 if that is all.
+
+    What decides it becomes part of the digest.
+    """
+    train = rows["train"]
+    if options.test_size == 0:
+        rows["test"] = rows.pop("train")
+        found["notes"].append("there is no test split, so all images count")
+        return 0.0
+    what = keys[train], labels[train]
+    if options.fold:
+        number, folds = options.fold
+        drawn, share = held_out.draw_fold(*what, number, folds, source.typed), 1 / folds
+        decided_by, how = f"fold {number}/{folds}", f"are the test, fold {number} of {folds}"
+    else:
+        drawn, share = held_out.draw_test(*what, options.test_size, source.typed)
+        of_what = "pixels" if found["groups"] is None else "groups' names"
+        how = f"are held out for the test, by a hash of their {of_what}: with --test-size"
+        decided_by, how = f"{share}", f"{how} {share:.3g} each stays there as the folder grows"
+    rows |= {"train": np.delete(train, drawn), "test": train[drawn]}
+    found["digest"] = hashlib.sha256(f"{found['digest']} {decided_by}".encode()).hexdigest()
+    those = f"{len(drawn):,} of {len(train):,} images"
+    if found["groups"] is not None:
+        few, every = (len(np.unique(keys[each])) for each in (rows["test"], train))
+        those += f", {few:,} of {every:,} groups,"
+    found["notes"].insert(0, f"{those} {how}")
+    return share

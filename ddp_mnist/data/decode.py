@@ -16,6 +16,7 @@ from ddp_mnist.data.image_format import Shape
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import regular
 
+PAPER = "#7f7f7f"  # grey, 127 of 255, around an image that is padded
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TRANSPARENT = "an alpha channel and were laid on white, or on black if only white is visible"
@@ -111,19 +112,23 @@ def open_image(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Imag
             yield image
 
 
-def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
+def decode_image(image: PIL.Image.Image, shape: Shape, fit: str = "crop") -> np.ndarray:
     """Return an opened image file, upright, as uint8 [C, H, W].
 
-    An image of a different size is cropped around its centre to the wanted ratio, then resized.
+    An image of a different size is cropped around its centre to the wanted ratio, then resized; or,
+    to `pad`, resized as a whole and laid on grey.
     """
-    return in_shape(as_seen(image), shape)
+    return in_shape(as_seen(image), shape, fit)
 
 
-def in_shape(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
-    """Return an image that is `as_seen` as uint8 [C, H, W], cropped and resized if necessary."""
+def in_shape(image: PIL.Image.Image, shape: Shape, fit: str = "crop") -> np.ndarray:
+    """Return an image that is `as_seen` as uint8 [C, H, W], in another size if necessary."""
     channels, height, width = shape
     image = in_mode(image, "L" if channels == 1 else "RGB")
-    if image.size != (width, height):
+    if image.size != (width, height) and fit == "pad":
+        how = PIL.Image.Resampling.BILINEAR
+        image = PIL.ImageOps.pad(image, (width, height), how, color=PAPER)
+    elif image.size != (width, height):
         image = PIL.ImageOps.fit(image, (width, height), PIL.Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from ddp_mnist.data.decode import (
     pixels_of,
     without_equal_channels,
 )
+from ddp_mnist.data.groups import NONE, keys_of
 from ddp_mnist.data.held_out import alike, key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
@@ -52,12 +54,12 @@ def decode_all(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode the images into images.npy in `folder`, and return facts for JSON and other arrays.
 
-    These are targets, as in `Listing`, keys and decoded_keys, uint64 [N] (see held_out.py), the
-    part, int8 [N] (0: train, 1: test, -1: cannot be read), and sums of each image's values and of
-    their squares, uint64 [N, C, 2]. `tell` is called with a line when decoding begins. If many
-    images cannot be read, they are listed in a file beside the folder.
-    Raise DataError, which names all images that cannot be read, if more than a few cannot, and
-    OSError if the disk has no room.
+    These are targets, as in `Listing`, keys and decoded_keys (see held_out.py) and groups (see
+    groups.py), uint64 [N], the part, int8 [N] (place in STORED_SPLITS, -1 if it cannot be read),
+    and sums of each image's values and of their squares, uint64 [N, C, 2]. `tell` is called with a
+    line as decoding begins. If many images cannot be read, they are listed in a file beside the
+    folder. Raise DataError, which names all images that cannot be read, if more than a few cannot,
+    and OSError if the disk has no room.
     """
     if listing.classes and not options.for_evaluation:
         listing.check_classes()
@@ -68,7 +70,7 @@ def decode_all(
 
     def decode(image: PIL.Image.Image) -> tuple[Array, int, int, bool]:
         whole = as_seen(image)
-        pixels, seen = in_shape(whole, shape), pixels_of(whole)
+        pixels, seen = in_shape(whole, shape, options.fit), pixels_of(whole)
         decoded, key = without_equal_channels(pixels.transpose(1, 2, 0)), key_of(seen)
         decoded_key = key if decoded.shape == seen.shape else key_of(decoded)
         return pixels, key, decoded_key, decoded.ndim == 3
@@ -83,6 +85,8 @@ def decode_all(
     parts = [np.full(len(of), STORED_SPLITS.index(split)) for split, of in listing.targets.items()]
     part = np.concatenate(parts).astype(np.int8)
     part[[*listing.broken]] = -1
+    groups = keys_of(listing.groups or [""] * len(listing))
+    groups[[*listing.broken]] = NONE
     rows = rows_of(part)
     if unread := listing.targets.keys() - rows.keys():
         fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
@@ -95,6 +99,7 @@ def decode_all(
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
     is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not changed
     same = alike(keys, decoded_keys)
+    names = [*listing.classes, *options.columns]
     careful = warnings_about(listing, rows, same, strata(targets), is_plain)
     about = {
         "classes": listing.classes,
@@ -103,12 +108,13 @@ def decode_all(
             "bright_on_black": is_bright_on_black,
             "digit_photos": is_bright_on_black and is_digits,
             "characters": {*map(len, listing.classes)} == {1},
+            "fit": options.fit,
         },
-        "digest": data_digest(images, targets, keys, rows, [*listing.classes, *options.columns]),
+        "digest": data_digest(images, targets, keys, groups, rows, names),
         "notes": [*listing.notes, *converted],
         "careful": careful,
     }
-    arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys}
+    arrays = {"targets": targets, "keys": keys, "decoded_keys": decoded_keys, "groups": groups}
     return about, {**arrays, "part": part, "sums": sums}
 
 
@@ -135,7 +141,9 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
-        notes.append(f"images of {', '.join(first_of(shown, 3))} became {size[0]}x{size[1]}")
+        whole = ", kept whole on grey" if options.fit == "pad" else ""
+        became = f"became {size[0]}x{size[1]}{whole}"
+        notes.append(f"images of {', '.join(first_of(shown, 3))} {became}")
     if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
@@ -235,16 +243,18 @@ def facts_of_pixels(images: Array, rows: RowsBySplit) -> tuple[Array, Array, boo
 
 
 def data_digest(
-    images: Array, targets: Array, keys: Array, rows: RowsBySplit, names: list[str]
+    images: Array, targets: Array, keys: Array, groups: Array, rows: RowsBySplit, names: list[str]
 ) -> str:
     """Return the SHA-256 by which runs recognise a data set.
 
-    It is of all that decides what is trained, held out and counted: the splits' pixels, targets and
-    keys, and the names.
+    It is of all that decides what is trained, held out and counted: the splits' pixels, targets,
+    keys and groups, if any, and the names.
     """
+    arrays = {"images": images, "labels": targets, "keys": keys}
+    arrays |= {"groups": groups} if (groups != NONE).any() else {}
     digest = hashlib.sha256(json.dumps(names).encode())
     for split, these in rows.items():
-        for kind, array in (("images", images), ("labels", targets), ("keys", keys)):
+        for kind, array in arrays.items():
             shape = [len(these), *array.shape[1:]]
             digest.update(f"{split}_{kind} {array.dtype} {shape}".encode())
             for start in range(0, len(these), 1000):
@@ -257,13 +267,14 @@ def warnings_about(
 ) -> list[str]:
     """Return sentences on whatever may spoil a result.
 
-    It is test images that are in train, images in two classes, and classes of a single colour.
+    It is images in two splits or two classes, and classes of a single colour.
     """
     found, every = [*listing.careful], np.concatenate([*rows.values()])
-    train, test = (rows.get(split, np.arange(0)) for split in STORED_SPLITS)
-    if (shared := test[np.isin(keys[test], keys[train])]).size:
-        those = f"{len(shared):,} of {len(test):,} test images are in train too"
-        found.append(f"{those}{first_file(listing, shared)}: take them out of one")
+    for one, other in itertools.combinations(rows, 2):
+        there = rows[other]
+        if (shared := there[np.isin(keys[there], keys[rows[one]])]).size:
+            those = f"{len(shared):,} of {len(there):,} {other} images are in {one} too"
+            found.append(f"{those}{first_file(listing, shared)}: take them out of one")
     order = every[np.lexsort((labels[every], keys[every]))]
     same = (np.diff(keys[order]) == 0) & (np.diff(labels[order]) != 0)
     twice = np.sort(order[np.isin(keys[order], keys[order[1:][same]])])

@@ -4,29 +4,31 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.listing import Listing, choose_splits, number_columns, number_labels, shown_file
-from ddp_mnist.data.metadata import is_outside, other_tables, read_metadata
+from ddp_mnist.data.listing import (
+    SPLIT_OF,
+    SPLIT_WORDS,
+    Listing,
+    choose_splits,
+    number_columns,
+    number_labels,
+    shown_file,
+)
+from ddp_mnist.data.metadata import Described, is_outside, other_tables, read_metadata
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.text import first_of, joined, printable, shown_name
 
-# The words in names of folders and files that mean a split, and the characters that separate words,
-# as `datasets` defines them; also Train, TrainSet and the like.
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
+# The names that have such a word, and the characters that separate words, as `datasets` defines
+# them; also Train, TrainSet and the like.
 APART = "[-._ 0-9]"
 SPLIT_NAMES = {
     split: re.compile(f"(.*{APART})?({'|'.join(words)})(set)?({APART}.*)?", re.IGNORECASE)
     for split, words in SPLIT_WORDS.items()
 }
-EXACT = {word for words in SPLIT_WORDS.values() for word in words}
 # Suffixes of files that are clearly not images.
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml)")
 # What systems leave, and what our cache has for a data set.
@@ -108,25 +110,21 @@ def list_folder(
 ) -> Listing | None:
     """Return the images of a folder, by split and class, with notes on all that are left out.
 
-    The topmost folder that is named like a split decides; or else the names of the files, if all of
-    them have such a word. Return None if there are no images. Raise DataError if the class of an
-    image is not clear.
+    Return None if there are no images. Raise DataError if the class of an image is not clear.
     """
     there, notes = find_images(typed, folder, paths)
     if not there and notes:
         raise DataError("; ".join([f"{typed}: holds no image that can be read", *notes]))
     if not there:
         return None
-    labels, unused = read_metadata(typed, folder, paths, options.columns)
-    from_table = bool(labels)
+    described, unused = read_metadata(typed, folder, paths, options.columns)
+    labels = {image: row.target for image, row in described.items()}
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for name in map(str, (folder, *images)):
         if name != name.encode(errors="replace").decode():
             raise DataError(f"{typed}: {name} has a name that is not UTF-8; rename it")
-    by_folders = split_by_folders(images, has_labels=bool(labels))
-    by_files = {} if by_folders else split_by_files(images)
-    split_of = by_folders or by_files or dict.fromkeys(images, "train")
-    unused += guessed_splits(by_folders, by_files)
+    split_of, in_splits, guessed = find_splits(images, described)
+    unused += guessed
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
     left_out = [image for image in images if image not in taken]
     no_train = not options.for_evaluation and "train" not in taken.values()
@@ -144,13 +142,14 @@ def list_folder(
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
     splits, more = choose_splits(found, typed, options)
     if not labels:
-        for each in splits.values():
-            if fault := without_class(each, bool(by_folders)):
-                task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
-                told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
-                raise DataError("; ".join(told))
-            labels |= {image: image.parent.name for image in each}
-        unused += [*empty_classes(folder, paths, images), *like_splits(labels)]
+        class_folders, fault = find_class_folders(splits, in_splits, options.class_folder)
+        if fault:
+            task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
+            told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
+            raise DataError("; ".join(told))
+        labels = {image: place.name for image, place in class_folders.items()}
+        places = {*class_folders.values()}
+        unused += [*empty_classes(folder, paths, places, images), *like_splits(places)]
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
     if options.columns:
@@ -166,8 +165,25 @@ def list_folder(
         unused.append(f"{note}, as {shown_file(str(left_out[0]), folder)}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
-    column = "file_name" if from_table else ""
-    return Listing(typed, cells, targets, classes, notes, column, folder, careful)
+    column = "file_name" if described else ""
+    groups = [described[image].group for each in splits.values() for image in each if described]
+    return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
+
+
+def find_splits(
+    images: list[Path], described: Mapping[Path, Described]
+) -> tuple[dict[Path, str], bool, list[str]]:
+    """Return the split of each image that has one, whether folders are named so, and notes on it.
+
+    A column `split` of the metadata decides; or else the topmost folder that is named like a split;
+    or else the names of the files, if all of them have such a word; else all are train.
+    """
+    given = {image: row.split for image, row in described.items() if row.split}
+    others = [image for image in described if image not in given] if given else images
+    by_folders = split_by_folders(others, has_labels=bool(described))
+    by_files = {} if given or by_folders else split_by_files(images)
+    split_of = given | by_folders or by_files or dict.fromkeys(images, "train")
+    return split_of, bool(by_folders), guessed_splits(by_folders, by_files)
 
 
 def split_by_folders(images: list[Path], has_labels: bool) -> dict[Path, str]:
@@ -205,7 +221,7 @@ def guessed_splits(by_folders: Collection[Path], by_files: Collection[Path]) -> 
 
 def is_exact(name: str) -> bool:
     """Return whether a folder's name is a split's and nothing more."""
-    return name.lower() in EXACT
+    return name.lower() in SPLIT_OF
 
 
 def split_by_files(images: list[Path]) -> dict[Path, str]:
@@ -217,6 +233,49 @@ def split_by_files(images: list[Path]) -> dict[Path, str]:
 def split_in(name: str) -> str:
     """Return the split that a name of a file or folder means; "" if none."""
     return next((split for split, names in SPLIT_NAMES.items() if names.fullmatch(name)), "")
+
+
+def find_class_folders(
+    splits: Mapping[str, list[Path]], in_splits: bool, which: str
+) -> tuple[dict[Path, Path], str]:
+    """Return the folder of each image's class, the last or the first on its path, and what is
+    unclear about them; "" if nothing is.
+
+    With `in_splits`, some folders are those of splits, see `split_by_folders`.
+    """
+    images = [image for each in splits.values() for image in each]
+    found = first_folders(images, in_splits)
+    loose = next((image for image in images if image not in found), None)
+    if which == "first" and loose:
+        fix = "put each image below the folder of its class, or leave out --class-folder first"
+        return found, f"which folder is the class of {shown_name(str(loose))}? {fix}"
+    if which == "first":
+        return found, ""
+    fault = next(filter(None, (without_class(each, in_splits) for each in splits.values())), "")
+    classes = {split: {found[x].name for x in each if x in found} for split, each in splits.items()}
+    first, *others = classes.values()
+    if fault and not loose and len(first) > 1 and first.union(*others) == first:
+        shown = joined(map(shown_name, sorted(first)), 40)
+        fault += (
+            f"; or, if its first folder is the class ({shown}), give train --class-folder first"
+        )
+    return {image: image.parent for image in images}, fault
+
+
+def first_folders(images: list[Path], in_splits: bool) -> dict[Path, Path]:
+    """Return the topmost folder of each image below that of its split, if any, and below those
+    that all images share; images without one are left out.
+    """
+    starts = dict.fromkeys(images, 0)
+    for image in images if in_splits else ():
+        is_split = [bool(split_in(name)) for name in image.parts[:-1]]
+        starts[image] = is_split.index(True) + 1
+    own = {image: Path(*image.parts[start:-1]) for image, start in starts.items()}
+    shared = len(Path(os.path.commonpath(own.values())).parts)
+    ends = {image: start + shared + 1 for image, start in starts.items()}
+    return {
+        image: Path(*image.parts[:end]) for image, end in ends.items() if end < len(image.parts)
+    }
 
 
 def without_class(images: list[Path], in_splits: bool) -> str:
@@ -234,16 +293,18 @@ def without_class(images: list[Path], in_splits: bool) -> str:
     return ""
 
 
-def like_splits(images: Iterable[Path]) -> list[str]:
-    """Return a note on classes that are named exactly like a split, if any."""
-    alike = sorted({str(each.parent) for each in images if is_exact(each.parent.name)})
+def like_splits(classes: Iterable[Path]) -> list[str]:
+    """Return a note on folders of classes that are named exactly like a split, if any."""
+    alike = sorted(str(each) for each in classes if is_exact(each.name))
     return [f"taken for classes, not for splits: {printable(joined(alike, 80))}"] if alike else []
 
 
-def empty_classes(folder: str, paths: list[Path], images: list[Path]) -> list[str]:
+def empty_classes(
+    folder: str, paths: list[Path], classes: set[Path], images: list[Path]
+) -> list[str]:
     """Return a note on folders next to those of the classes that hold no image, if any."""
-    classes = {image.parent for image in images}
     above = {each.parent for each in classes}
     beside = {path for path in paths if path.parent in above}
-    empty = sorted(str(p) for p in beside - classes if Path(folder, p).is_dir())
+    beside -= {place for image in images for place in image.parents}
+    empty = sorted(str(p) for p in beside if Path(folder, p).is_dir())
     return [f"without an image: {printable(joined(empty, 80))}"] if empty else []

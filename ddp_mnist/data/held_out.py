@@ -49,8 +49,28 @@ def draw_test(
     held = draw_by_share(keys, labels, share)
     if not held.size:
         fault = "no image can be held out for the test, as each class has only one"
-        raise DataError(f"{typed}: {fault} (copies count as one); add more")
+        raise DataError(
+            f"{typed}: {fault} (copies, and the images of a group, count as one); add more"
+        )
     return held, share
+
+
+def draw_fold(
+    keys: np.ndarray, labels: np.ndarray, number: int, folds: int, typed: str
+) -> np.ndarray:
+    """Return the images, in order, of fold `number`, from 1.
+
+    The keys are dealt out in turn, class by class, so each is in one fold, and all folds have as
+    many of them, and of each class, but for one. Raise UsageError if there are fewer than folds.
+    """
+    order = np.lexsort((keys, labels))
+    _, first = np.unique(keys[order], return_index=True)  # of a key in two classes, the first
+    dealt = keys[order][np.sort(first)]
+    if folds > len(dealt):
+        fix = f"give at most {len(dealt)} folds"
+        those = f"{typed} has {len(dealt):,} images (copies, and those of a group, count as one)"
+        raise UsageError(f"--fold {number}/{folds}: {those}; {fix}")
+    return np.flatnonzero(np.isin(keys, dealt[number - 1 :: folds]))
 
 
 def validation_rows(

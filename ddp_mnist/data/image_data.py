@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.data import held_out
+from ddp_mnist.data.groups import together
 from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.errors import DataError, blame
+
+
+def files_in(path: Path) -> list[str]:
+    """Return the files of a data set's images from the list at this path."""
+    with blame(str(path), DataError, "decode again: prepare --refresh"):
+        found: list[str] = json.loads(path.read_text())
+        return found
 
 
 @dataclass(frozen=True)
@@ -30,9 +39,11 @@ class ImageData:
     targets: np.ndarray  # int64 [N], labels; or float32 [N, columns], of a task without classes
     keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     decoded_keys: np.ndarray  # uint64 [N], the same of the pixels as in `images`
-    rows: dict[str, np.ndarray]  # int64, of train, test and, once held out of train, validation
+    rows: dict[str, np.ndarray]  # int64, of train, test and validation, given or once held out
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
+    groups: np.ndarray | None = None  # uint64 [N], see groups.py
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
+    has_validation: bool = False  # the data set has such a split; else it is held out of train
     caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
     left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
@@ -45,14 +56,22 @@ class ImageData:
     def hold_out(self, val_size: int) -> "ImageData":
         """Return the data set with `val_size` train images held out, the same for every seed.
 
-        If the test split was drawn from train too, their number is approximate.
+        If the test split was drawn from train too, or if there are groups, their number is
+        approximate. If the data set has a validation split, it is that.
         """
-        train = self.rows["train"]
-        keys = held_out.alike(self.keys, self.decoded_keys)[train]
+        if self.has_validation:
+            return self
+        train, made = self.rows["train"], self.image_format
+        keys = together(held_out.alike(self.keys, self.decoded_keys), self.groups)[train]
         strata = held_out.strata(self.targets[train])
-        held = train[held_out.validation_rows(keys, strata, val_size, bool(self.test_share))]
-        rows = {"train": np.setdiff1d(train, held), "validation": held}
-        return dataclasses.replace(self, rows=self.rows | rows)
+        by_share = bool(self.test_share) or self.groups is not None
+        held = held_out.validation_rows(keys, strata, val_size, by_share)
+        if self.groups is not None:
+            few, every = (len(np.unique(each)) for each in (keys[held], keys))
+            note = f"{few:,} of {every:,} groups of train are held out for validation"
+            made = dataclasses.replace(made, notes=[*made.notes, note])
+        rows = {"train": np.delete(train, held), "validation": train[held]}
+        return dataclasses.replace(self, rows=self.rows | rows, image_format=made)
 
     def without(self, keys: Collection[int], why: str) -> "ImageData":
         """Return the data set without the validation and test images with one of the `keys`.
@@ -91,26 +110,27 @@ class ImageData:
 
     def files_of(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the files, relative to their folder, of those of the rows that have one."""
-        with blame(str(self.files), DataError, "decode again: prepare --refresh"):
-            files = json.loads(self.files.read_text()) if self.files else []
+        files = files_in(self.files) if self.files else []
         return {row: files[row] for row in rows if files and files[row]}
 
     def per_class(self) -> dict[str, list[int]]:
-        """Return the number of images of each class, by split, validation's in train."""
-        train = [*self.rows["train"], *self.rows.get("validation", [])]
-        return {
-            split: np.bincount(self.targets[rows], minlength=len(self.classes)).tolist()
-            for split, rows in (("train", train), ("test", [*self.rows["test"]]))
-        }
+        """Return the number of images of each class, by split; what was held out is in train."""
+        rows = {split: [*self.rows[split]] for split in STORED_SPLITS if split in self.rows}
+        if not self.has_validation:
+            rows["train"] += rows.pop("validation", [])
+        least = len(self.classes)
+        counts = {split: np.bincount(self.targets[x], minlength=least) for split, x in rows.items()}
+        return {split: each.tolist() for split, each in counts.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the data set's entry in summary.json."""
         validation = len(self.rows.get("validation", ()))
+        of_train = 0 if self.has_validation else validation
         return {
             "name": self.name,
             "source": self.source,
             "digest": self.digest,
-            "train_rows": len(self.rows["train"]) + validation,
+            "train_rows": len(self.rows["train"]) + of_train,
             "test_rows": len(self.rows["test"]),
             "val_rows": validation,
         }

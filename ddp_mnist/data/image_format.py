@@ -27,6 +27,7 @@ class ImageFormat:
     digit_photos: bool
     # The classes are single characters: mirrored, some would be another one or meaningless.
     characters: bool = False
+    fit: str = "crop"  # or pad: how an image of another ratio was made one of `shape`
 
     @property
     def kind(self) -> str:

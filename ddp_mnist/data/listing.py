@@ -18,7 +18,15 @@ from ddp_mnist.data.decode import open_image
 from ddp_mnist.errors import DataError, blamed
 from ddp_mnist.system.text import count, first_of, joined, reason, shown_name
 
-STORED_SPLITS = ("train", "test")
+STORED_SPLITS = ("train", "test", "validation")  # by their numbers in the cache
+# The words that mean a split, in names of folders and files and in a column `split`, as `datasets`
+# defines them.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 LABELS = ("label", "labels")  # names of the column
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
@@ -43,6 +51,8 @@ class Listing:
     column: str = ""  # the table's column of files or paths
     folder: str = ""  # in which the files lie, unless they are named otherwise
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
+    # Names by number, of a column; "" without one, and [] if no image has one
+    groups: list[str] = field(default_factory=list)
     files: dict[int, str] = field(default_factory=dict)  # path by number, of those in a file
     tables: list[str] = field(default_factory=list)  # paths of tables, which may lie elsewhere
     broken: dict[int, str] = field(default_factory=dict)  # name and reason, by number
@@ -51,7 +61,8 @@ class Listing:
         return sum(map(len, self.targets.values()))
 
     def check_classes(self) -> None:
-        """Raise DataError if there are too many classes, or one, or if test has one of its own.
+        """Raise DataError if there are too many classes, or one, or if train lacks one of another
+        split.
 
         Images that are known to be broken do not count.
         """
@@ -64,13 +75,13 @@ class Listing:
         labels[[*self.broken]] = -1
         ends = np.cumsum([len(each) for each in self.targets.values()])
         read = dict(zip(self.targets, np.split(labels, ends[:-1]), strict=True))
-        test = read.get("test", np.arange(0))
-        unseen = np.flatnonzero((test >= 0) & ~np.isin(test, read.get("train", test)))
-        if unseen.size:
-            row, label = unseen[0], shown_name(self.classes[test[unseen[0]]])
-            fault = f"{self.typed}: class {label} has images in test (row {row}) and none in train"
-            fix = "add some to train, or correct the labels"
-            raise DataError("; ".join([fault, *self.notes, fix]))
+        for split, found in read.items():
+            unseen = np.flatnonzero((found >= 0) & ~np.isin(found, read.get("train", found)))
+            if unseen.size:
+                row, label = unseen[0], shown_name(self.classes[found[unseen[0]]])
+                fault = f"class {label} has images in {split} (row {row}) and none in train"
+                fix = "add some to train, or correct the labels"
+                raise DataError("; ".join([f"{self.typed}: {fault}", *self.notes, fix]))
         if lost := every - {*labels.tolist()}:
             fault = f"no image of class {shown_name(self.classes[min(lost)])} can be read"
             fix = "replace them, or take the class out"
@@ -127,20 +138,18 @@ def shown_file(file: str, folder: str) -> str:
 def choose_splits(
     found: Mapping[str, Split], typed: str, options: ImageOptions
 ) -> tuple[dict[str, Split], list[str]]:
-    """Return train and, if there is one, test; and notes on what the other splits are.
+    """Return train, test and validation, if they are there, and notes on what the others are.
 
     Without a test split, one named validation is the test. Raise DataError without a train split,
     unless test alone is to be evaluated.
     """
     splits, notes = {split: found[split] for split in STORED_SPLITS if split in found}, list[str]()
     others = [split for split in found if split not in STORED_SPLITS]
-    if "test" not in splits and "validation" in others:
-        splits["test"] = found["validation"]
-        others.remove("validation")
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits.pop("validation")
         notes.append("split validation is the test, as there is no split of that name")
     if others:
-        unused = f"split {', '.join(others)} is not used"
-        notes.append(f"{unused}: validation images are cut out of train (--val-size)")
+        notes.append(f"split {', '.join(others)} is not used")
     if "train" not in splits and not (options.for_evaluation and splits):
         fix = "name a split, a folder or the files so"
         raise DataError(f"{typed}: needs the split train, found: {', '.join(found)}; {fix}")

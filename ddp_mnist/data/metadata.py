@@ -14,9 +14,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_mnist.data.listing import LABELS, Check, check_cells, label_check, number_check
+from ddp_mnist.data.groups import COLUMN, name_in
+from ddp_mnist.data.listing import (
+    LABELS,
+    SPLIT_OF,
+    SPLIT_WORDS,
+    Check,
+    check_cells,
+    label_check,
+    number_check,
+)
 from ddp_mnist.errors import DataError, blame
 from ddp_mnist.system.files import regular
 from ddp_mnist.system.text import joined, shown_name
@@ -46,8 +55,21 @@ class Table:
         return None
 
 
+class Described(NamedTuple):
+    """What metadata says of an image."""
+
+    target: Any  # its label, or its numbers
+    split: str  # "" if there is no column for it
+    group: str  # "" as well, or if its cell is empty
+
+
 def is_name(cell: Any) -> bool:
     return isinstance(cell, str) and bool(cell.strip())
+
+
+def split_in_cell(cell: Any) -> str:
+    """Return the split that a cell means; "" if none."""
+    return SPLIT_OF.get(str(cell).strip().lower(), "")
 
 
 def is_filled(cell: str | list[str] | None) -> bool:
@@ -60,6 +82,11 @@ def is_empty(cells: str) -> bool:
 
 
 FILE_NAME: Check = (is_name, "no name in column file_name", "name a file, or delete these rows")
+OF_A_SPLIT: Check = (
+    lambda cell: bool(split_in_cell(cell)),
+    "no split in column split",
+    f"write {', '.join(SPLIT_WORDS)} in each, or leave the column out",
+)
 NO_MORE: Check = (is_empty, "more cells than columns", "quote cells that hold the separator")
 
 
@@ -139,13 +166,13 @@ def is_metadata(file: Path) -> bool:
 
 def read_metadata(
     typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
-) -> tuple[dict[Path, Any], list[str]]:
-    """Return the label of each image that a metadata file names, and notes on files without any.
+) -> tuple[dict[Path, Described], list[str]]:
+    """Return how a metadata file describes each image, and notes on files that describe none.
 
     Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With `columns`, it is
     the numbers of these instead. Raise DataError for bad rows, or if these columns are missing.
     """
-    labels, notes, known = dict[Path, Any](), list[str](), frozenset(paths)
+    found, notes, known = dict[Path, Described](), list[str](), frozenset(paths)
     for file in filter(is_metadata, paths):
         with blame(at := f"{typed}: {file}", DataError):
             table = READERS[file.suffix.lower()](Path(folder, file), at)
@@ -158,24 +185,42 @@ def read_metadata(
                 fault = f"column {' and '.join(missing)}, only {there}," if missing else "rows,"
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
-            if split := table.column(at, "split"):
-                notes.append(f"{file}: column {split} is not used; name a folder or the files so")
             names, targets = cells_of(table, at, wanted, columns)
-            for name, target, (place, _) in zip(names, targets, table.rows, strict=True):
+            splits = cells_of_more(table, at, "split", columns, OF_A_SPLIT)
+            groups = map(name_in, cells_of_more(table, at, COLUMN, columns))
+            rows = map(Described, targets, map(split_in_cell, splits), groups)
+            for name, row, (place, _) in zip(names, rows, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
-                if labels.setdefault(image, target) != target:
-                    both = f"{image} has the labels {labels[image]} and {target}"
-                    raise DataError(f"{at}: {place}: {both}; decide on one")
-    if all(
-        isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in labels.values()
-    ):
-        labels = {image: int(each) for image, each in labels.items()}
-    if columns and not labels:
+                before = found.setdefault(image, row)
+                for what, *both in zip(("labels", "splits", "groups"), before, row, strict=True):
+                    if both[0] != both[1]:
+                        fault = f"{image} has the {what} {both[0]} and {both[1]}"
+                        raise DataError(f"{at}: {place}: {fault}; decide on one")
+    words = [row.target for row in found.values()]
+    if all(isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in words):
+        found = {image: row._replace(target=int(row.target)) for image, row in found.items()}
+    if columns and not found:
         named = ", ".join(("file_name", *columns))
         fault = f"{typed}: holds no metadata.csv with the columns {named}"
         fix = "add what is missing" if notes else "add one"
         raise DataError("; ".join([fault, *notes, *other_tables(folder, paths), fix]))
-    return labels, notes
+    return found, notes
+
+
+def cells_of_more(
+    table: Table, at: str, name: str, columns: tuple[str, ...], check: Check | None = None
+) -> list[Any]:
+    """Return the cells of a column that need not be there: all None then, and if it is a target.
+
+    Raise DataError for cells that do not pass the check.
+    """
+    column = None if name in columns else table.column(at, name)
+    if column is None:
+        return [None] * len(table.rows)
+    cells = [row.get(column) for _, row in table.rows]
+    if check:
+        check_cells(at, cells, check, [place for place, _ in table.rows])
+    return cells
 
 
 def cells_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import LFS
+from ddp_mnist.data.groups import COLUMN, name_in
 from ddp_mnist.data.listing import (
     LABELS,
     Cell,
@@ -161,28 +162,34 @@ def list_table(
     splits, notes = choose_splits(named, typed, options)
     if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
-    first, last = next(iter(splits.values())), [*splits.values()][-1]
+    (begin, first), *others = splits.items()
     image_column, targets_in, unused = find_columns(first, typed, options.columns)
     for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
-        if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
-            fault = f"{typed}: column {column} is {kind} in train and {other} in test"
-            raise DataError(f"{fault}; give both the same type and the same names")
+        for split, rows in others:
+            if (kind := first.features[column]) != (other := rows.features.get(column, "missing")):
+                fault = f"{typed}: column {column} is {kind} in {begin} and {other} in {split}"
+                raise DataError(f"{fault}; give both the same type and the same names")
     found, classes, careful = dict[str, list[list[Any]]](), list[str](), list[str]()
+    groups = list[str]()
     for split, rows in splits.items():
         if len(rows) == 0:
             raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
+        has_groups = COLUMN in rows.features and COLUMN not in targets_in
+        cells = read.column(COLUMN).to_pylist() if has_groups else [None] * len(rows)
+        groups += map(name_in, cells)
     if options.columns:
         targets, careful = number_columns(found, typed, targets_in)
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
         labels = {split: column for split, [column] in found.items()}
         targets, classes = number_labels(labels, typed, targets_in[0], names)
-    cells = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
+    images = {split: Cells(rows, image_column, folder) for split, rows in splits.items()}
     notes += unused
-    return Listing(typed, cells, targets, classes, notes, image_column, folder or "", careful)
+    place = folder or ""
+    return Listing(typed, images, targets, classes, notes, image_column, place, careful, groups)
 
 
 def find_columns(
@@ -207,6 +214,8 @@ def find_columns(
             found[name].append(name)
         elif not columns and (isinstance(kind, ClassLabel) or name in NAMES["label"]):
             found["label"].append(name)
+    if COLUMN in found.get("label", ())[1:]:
+        found["label"].remove(COLUMN)
     notes = []
     for what, names in found.items():
         if not names:

@@ -17,6 +17,7 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.rendezvous import first_difference
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World
+from ddp_mnist.config.flag_fields import flag_name, typed_flag
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import resolve_recipe
@@ -116,7 +117,11 @@ def resolve_run(
         images = replace(images, warnings=[lacking, *images.warnings])
     if earlier:
         resume.check_same_images(name, images.digest, earlier)
-    images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
+    if images.has_validation:
+        given = replace(config.recipe, val_size=len(images.rows["validation"]))
+        config = replace(config, recipe=given)
+    else:
+        images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     fine_tunes = initial_weights.are_fine_tuned(found.weights, config.recipe.model)
     fine_tunes = earlier.saved.get("fine_tunes", False) if earlier else fine_tunes
     config, recipe = resolve(config, name, images, world.store.world_size, fine_tunes)
@@ -159,9 +164,7 @@ def load_images(
     images = cache.load(
         name, flags.cache_dir, options, check=store.is_first_here, log=console.print
     )
-    if "test_size" in config.typed and not images.test_share:
-        prefix = f"--test-size {options.test_size:g}: --dataset {name}"
-        raise UsageError(f"{prefix} already has a test split; remove --test-size")
+    refuse_to_draw(config, name, images)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     if bound := bound_together(store.rank_info.local_world_size):
@@ -170,6 +173,20 @@ def load_images(
     warnings = [*wrong, *world.notes, *notes, *images.warnings]
     store.barrier()
     return name, replace(images, warnings=warnings)
+
+
+def refuse_to_draw(config: TrainConfig, dataset: str, images: ImageData) -> None:
+    """Raise UsageError for a typed flag on how to draw a split that the data set has."""
+    run, there = config.run, {"test": not images.test_share, "validation": images.has_validation}
+    test_size = None if run.test_size is None else f"{run.test_size:g}"
+    for name, value, split in (
+        ("test_size", test_size, "test"),
+        ("fold", run.fold, "test"),
+        ("val_size", config.recipe.val_size, "validation"),
+    ):
+        if name in config.typed and there[split]:
+            fault = f"--dataset {dataset} already has a {split} split"
+            raise UsageError(f"{typed_flag(name, value)}: {fault}; remove {flag_name(name)}")
 
 
 def resolve(

@@ -177,7 +177,7 @@ def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> Image
     Raise UsageError if an image of the split has such a class.
     """
     index_of = {name: index for index, name in enumerate(classes)}
-    counted = images.rows["test" if flags.split == "test" else "train"]
+    counted = images.rows.get(flags.split, images.rows["train"])
     for label in np.unique(images.targets[counted]).tolist():
         if images.classes[label] not in index_of:
             fault = f"class {shown_name(images.classes[label])} is not one of the run's"
@@ -195,7 +195,7 @@ def _parted(
     there, why = len(images.rows["train"]), "the run's --weights were trained on some"
     if split == "test":
         return images.without(seen_by_weights, why)
-    if val_size < there:
+    if images.has_validation or val_size < there:
         images = images.hold_out(val_size).without(seen_by_weights, why)
         if len(images.rows[split]):
             return images
@@ -222,7 +222,9 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         return
     if len(trained_on := numbers[images.are_among(keys, numbers)]):
         fix = "use --split test"
-        if flags.split == "test":
+        if images.test_share:  # as the folds of a set that has grown are dealt anew
+            fix = "put those that it has not seen into test/CLASS/"
+        elif flags.split == "test":
             paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
             names = joined(map(printable, paths), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"

@@ -24,9 +24,13 @@ from ddp_mnist.verbs.render import render
 
 PREPARATION = (
     "upright as EXIF says; of 16 bits the upper 8; transparent parts on white, or on black if all"
-    " that is visible is white; {colour}; cropped around the centre to the ratio of the sides, then"
-    " bilinearly resized to {height}x{width} (height x width)"
+    " that is visible is white; {colour}; {fitted} {height}x{width} (height x width)"
 )
+FITTED = {
+    "crop": "cropped around the centre to the ratio of the sides, then bilinearly resized to",
+    "pad": "bilinearly resized as a whole, and in the middle of grey (127 of 255) if its ratio is"
+    " another, to",
+}
 DIGITS = "; a digit in a photo that is not 28x28 is cut out first, as ddp-mnist predict does it"
 # timm's nets, and those of torchvision's whose parameters have the same names there
 IN_TIMM = re.compile(r"timm:(\w+).*|torchvision:((?:wide_)?resnet\d+\w*|resnext\d+\w+|densenet\d+)")
@@ -49,7 +53,9 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
     made, task = trained.image_format, trained.task
     channels, height, width = made.shape
     colour = "RGB" if channels == 3 else "grey"
-    preparation = PREPARATION.format(colour=colour, height=height, width=width)
+    preparation = PREPARATION.format(
+        colour=colour, fitted=FITTED[made.fit], height=height, width=width
+    )
     colour += ", bright strokes on black" if made.bright_on_black else ""
     names = json.dumps(task.names, ensure_ascii=False)
     output = f"logits: float32 [batch, {task.outputs}], in the order of classes; their softmax are"
@@ -76,14 +82,15 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     about |= {"architecture": trained.architecture, "classes": task.names, "task": numbers or None}
     about |= dict(zip(("channels", "height", "width"), made.shape, strict=True))
     about |= (normalised := {"mean": made.mean, "std": made.std})
-    about |= {"bright_on_black": made.bright_on_black, "digit_photos": made.digit_photos}
+    about |= {name: getattr(made, name) for name in ("bright_on_black", "digit_photos", "fit")}
     about["preparation"] = metadata(trained)["preparation"]
     found = IN_TIMM.fullmatch(trained.architecture)
     if found and made.shape[0] == 3 and not numbers:
         name = found[1] or found[2]
         about |= {"architecture": name, "num_classes": task.outputs, "label_names": task.names}
         size = {"num_classes": task.outputs, "input_size": made.shape, "fixed_input_size": False}
-        crop = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center"}
+        mode = {"crop": "center", "pad": "border"}[made.fit]
+        crop = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": mode}
         about["pretrained_cfg"] = {**size, **crop, **normalised}
     return about
 

@@ -177,7 +177,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
         # Pillow warns even of faults that it can ignore, such as in the EXIF.
         with warnings.catch_warnings(action="ignore"), open_image(content) as opened:
             image = as_mnist(opened) if digit_photos else opened
-            return decode_image(image, image_format.shape)
+            return decode_image(image, image_format.shape, image_format.fit)
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more

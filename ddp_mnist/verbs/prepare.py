@@ -2,6 +2,7 @@
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
+from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.system.console import Console
 from ddp_mnist.system.text import escaped
 from ddp_mnist.verbs.flags import Prepare
@@ -18,8 +19,9 @@ def run(flags: Prepare) -> None:
     images = cache.load(name, flags.cache_dir, options, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.notes]:
         console.print(note)
-    train, test = len(images.rows["train"]), len(images.rows["test"])
+    every = {split: f"{len(rows):,} {split}" for split, rows in images.rows.items()}
+    *first, last = (every[split] for split in STORED_SPLITS if split in every)
     targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
-    counts, folder = f"{train:,} train and {test:,} test", cache.cache_folder(flags.cache_dir)
+    counts, folder = f"{', '.join(first)} and {last}", cache.cache_folder(flags.cache_dir)
     console.print(f"{images.name}: {counts} images of {targets} in {escaped(folder)}")
     console.print(f"digest {images.digest}")

@@ -20,6 +20,7 @@ INTS, FLOATS, WORDS = OF_KIND.values()
 WITH_A_FORM = {
     "model": (*NETS, "torchvision:resnet18", "own_net:Net", "my_package.nets:make_net"),
     "image_size": ("64", "48x64", "1x9999"),
+    "fold": ("1/2", "100/100"),
 }
 
 

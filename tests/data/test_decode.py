@@ -1,6 +1,7 @@
 """One decoder for all who prepare an image, and what it remembers of a data set."""
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,26 @@ def test_what_the_decoder_does_has_not_changed() -> None:
     for as_it_is, shape in ((values[..., 0], (1, 50, 90)), (values[..., :3], (3, 50, 90))):
         pixels = decode_image(PIL.Image.fromarray(as_it_is), shape)
         assert np.array_equal(pixels, as_it_is.reshape(50, 90, -1).transpose(2, 0, 1))
+
+
+def test_a_padded_image_is_whole_in_the_middle_of_grey() -> None:
+    values = np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8)
+    image = PIL.Image.fromarray(values)
+    small = np.asarray(image.resize((32, 16), PIL.Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    padded = decode_image(image, (3, 24, 32), "pad")
+    assert np.array_equal(padded[:, 4:20], small)
+    assert np.array_equal(np.unique(padded[:, [*range(4), *range(20, 24)]]), [127])
+    tall = decode_image(
+        image.convert("L").transpose(PIL.Image.Transpose.ROTATE_90), (1, 9, 9), "pad"
+    )
+    assert (tall[0, :, [0, 1, 7, 8]] == 127).all() and (tall[0, :, 2:7] != 127).any()
+    assert np.array_equal(decode_image(image, (3, 20, 40), "pad"), decode_image(image, (3, 20, 40)))
+
+
+def test_a_format_of_an_earlier_version_is_cropped() -> None:
+    now = ImageFormat((1, 2, 3), (0.5,), (0.5,), [], False, False)
+    earlier = {name: value for name, value in asdict(now).items() if name != "fit"}
+    assert ImageFormat.from_dict(earlier) == now and now.fit == "crop"
 
 
 def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from tests.data_sets import (
     folder_of,
     load,
     noise,
+    of,
     picture,
     read,
     sizes,
@@ -199,6 +200,25 @@ def test_several_threads_decode_what_one_does(
     assert one.image_format == four.image_format
     assert np.array_equal(one.images, four.images)
     assert np.array_equal(one.keys, four.keys)
+
+
+# --- The whole picture
+
+
+def test_images_of_another_ratio_are_kept_whole_and_predict_keeps_new_ones_whole(
+    tmp_path: Path,
+) -> None:
+    own = folder_of(tmp_path / "own", *[picture((20, 12)), picture((12, 20))] * 2)
+    images, cropped = load(own, ImageOptions(fit="pad")), load(own)
+    assert images.image_format.fit == "pad" and cropped.image_format.fit == "crop"
+    assert images.image_format.notes == ["images of 12x20, 20x12 became 12x12, kept whole on grey"]
+    first = of(images, "train").images[0, 0]
+    assert (first[:2] == 127).all() and (first[-2:] == 127).all()  # 12 x 7 of 12 x 12
+    assert first[5, 1] < 30 and first[5, -2] > 170
+    seen = read_image(own / "train/a/0.png", images.image_format, digit_photos=False)
+    assert np.array_equal(of(images, "train").images[0], seen)
+    assert images.digest != cropped.digest
+    assert load(own).digest == cropped.digest  # both stay in the cache
 
 
 # --- HEIC

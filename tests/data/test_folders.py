@@ -1,5 +1,6 @@
 """A folder of images is read for what it holds, whatever its name and what else lies there."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
@@ -230,3 +232,68 @@ def test_images_outside_of_the_folder_that_names_them_are_read_again(tmp_path: P
     second = load(own)
     assert second.digest != first.digest
     assert np.array_equal(of(second, "train").images[0].permute(1, 2, 0), np.asarray(noise(77)))
+
+
+# --- The first folder is the class
+
+
+def by_camera(split: str = "") -> list[str]:
+    """Return names of images in folders of cameras, one of them loose, below those of classes."""
+    places = ("", "C1/", "C2/may/")
+    return [
+        f"{split}{name}/{place}{n}.png"
+        for name in ("ant", "bee")
+        for place in places
+        for n in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("above", ["", "photos/raw/"])
+@pytest.mark.parametrize("splits", [("",), ("train/", "test/")])
+def test_the_first_folder_that_not_all_images_share_is_the_class(
+    above: str, splits: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = [f"{above}{name}" for split in splits for name in by_camera(split)]
+    own = write_noise(tmp_path / "own", *names)
+    (own / above / splits[0] / "empty").mkdir()
+    way_out = (
+        r"; or, if its first folder is the class \(ant, bee\), give train --class-folder first$"
+    )
+    with pytest.raises(DataError, match=way_out):
+        load(own)
+    found = load(own, ImageOptions(class_folder="first"))
+    assert found.classes == ["ant", "bee"]
+    assert sum(sizes(found)) == len(names)
+    for row, file in found.files_of(range(len(names))).items():
+        assert f"{found.classes[found.targets[row]]}/" in file
+    assert f"without an image: {above}{splits[0]}empty" in found.image_format.notes
+
+
+@pytest.mark.parametrize(
+    "names", [["ant/1.png", "ant/C1/2.png"], ["ant/C1/1.png", "bee/C1/2.png", "3.png"]]
+)
+def test_the_flag_is_named_only_where_it_helps(names: list[str], tmp_path: Path) -> None:
+    """Not for one class; nor if an image lies on top, which is then named."""
+    own = write_noise(tmp_path / "own", *names)
+    with pytest.raises(DataError, match="which folder is the class of") as refused:
+        load(own)
+    assert "--class-folder" not in str(refused.value)
+    if "3.png" in names:
+        line = r"which folder is the class of 3.png\? put each image below the folder of its class,"
+        with pytest.raises(DataError, match=line):
+            load(own, ImageOptions(class_folder="first"))
+
+
+def test_a_run_on_first_folders_reads_new_ones_so_too(here: Path, typed: Typed) -> None:
+    write_noise(here / "own", *by_camera("train/"), *by_camera("test/"))
+    write_noise(here / "new", *by_camera(), seed=3)
+    flags = ("--epochs", 1, "--model", "mlp", "--batch-size", 2, "--quiet", "--cpu")
+    typed(
+        "train", "--dataset", "own", "--class-folder", "first", "--run-dir", "run", *flags
+    ).succeeds()
+    for more, count in (((), 12), (("--dataset", "new"), 12)):
+        assert json.loads(typed("evaluate", "run", "--json", *more).succeeds())["count"] == count
+    assert typed("report", "run").code == 0
+    assert len(typed("predict", "run", "new").succeeds().splitlines()) == 12
+    ended = typed("train", "--resume", "run", "--class-folder", "last", "--cpu")
+    assert ended.err.startswith("ddp-mnist: error: --class-folder last: run was made with first;")

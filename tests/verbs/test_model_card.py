@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,17 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     grey = untrained(run, "torchvision:resnet18", GREY, kinds, tmp_path / "grey")
     deep = untrained(run, "cnn_deep", COLOUR, kinds, tmp_path / "deep")
     numbers = untrained(run, "torchvision:resnet18", COLOUR, length, tmp_path / "numbers")
+    whole = untrained(run, "cnn_deep", replace(GREY, fit="pad"), kinds, tmp_path / "whole")
     formats = {run: "safetensors,onnx", grey: "safetensors", deep: "onnx", numbers: "safetensors"}
+    formats[whole] = "onnx"
     for each, names in formats.items():
         assert typed("export", each, "--format", names, "--out", each / "export").code == 0
         shutil.copy(files[0], each / "export" / "photo.jpg")
     asked = [json.dumps([str(each / "export") for each in formats]), json.dumps(files)]
     found = [*json.loads(python("-c", READER, *asked, folder=run).succeeds()).values()]
     shutil.rmtree(run / "export")
-    for each, answers in zip([run, run, grey, deep], found[:4], strict=True):
+    numbered = found.pop(4)
+    for each, answers in zip([run, run, grey, deep, whole], found, strict=True):
         for answer, right in zip(answers, predicted(typed, each, files), strict=True):
             assert max(answer, key=answer.__getitem__) == right["label"]
             assert answer == pytest.approx(right["probabilities"], abs=1e-4)
@@ -127,7 +131,10 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     hits = [max(answer, key=answer.__getitem__) in file for answer, file in zip(found[0], files)]  # noqa: B905
     assert np.mean(hits) == pytest.approx(read_json(run / "summary.json")["test_accuracy"])
     outputs = [each["prediction"]["length_mm"] for each in predicted(typed, numbers, files)]
-    assert np.ravel(found[4]).tolist() == pytest.approx(outputs, rel=1e-5)
+    assert np.ravel(numbered).tolist() == pytest.approx(outputs, rel=1e-5)
+    card = (whole / "export" / "README.md").read_text()
+    assert "resized as a whole, and in the middle of grey (127 of 255) if its ratio is" in card
+    assert read_json(whole / "export" / "config.json")["fit"] == "pad"
     card = (numbers / "export" / "README.md").read_text()
     assert 'Length predicts from, with mean [20.0] and std [4.0], of ["length_mm"]' in card
 
@@ -241,4 +248,5 @@ def test_names_are_escaped_only_where_markdown_would_take_them_for_marks() -> No
 
 def test_the_page_and_the_card_describe_the_preparation_in_the_same_words() -> None:
     page = " ".join((REPOSITORY / "docs" / "your-photos.md").read_text().split())
-    assert model_card.PREPARATION.format(colour="RGB", height=96, width=128) in page
+    facts = {"colour": "RGB", "fitted": model_card.FITTED["crop"], "height": 96, "width": 128}
+    assert model_card.PREPARATION.format(**facts) in page
