@@ -75,7 +75,7 @@ def table(task: Task, splits: Sequence[Answers]) -> Iterator[list[Any]]:
     for each in splits:
         groups = each.groups or [""] * len(each.files)
         given = each.targets.tolist(), each.predictions.tolist()
-        shares = each.probabilities.double().round(decimals=6).tolist()
+        shares = (row.double().round(decimals=6).tolist() for row in each.probabilities)
         for file, group, *pair, of_each in zip(each.files, groups, *given, shares, strict=True):
             if of_classes:
                 cells = [*(task.names[label] for label in pair), *of_each]

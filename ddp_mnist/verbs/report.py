@@ -38,13 +38,7 @@ from ddp_mnist.system.text import escaped, finite, printable
 from ddp_mnist.task import Task, options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
-from ddp_mnist.training.scores import (
-    MANY_CLASSES,
-    are_labels,
-    most_confused,
-    share_text,
-    unpacked,
-)
+from ddp_mnist.training.scores import MANY_CLASSES, are_labels, most_confused, share_text, unpacked
 from ddp_mnist.verbs import answers, plots, spreadsheet
 from ddp_mnist.verbs.answers import Answers, Counts
 from ddp_mnist.verbs.flags import Report
@@ -56,7 +50,7 @@ WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
-LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes", "typed")
+LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
 @dataclass
