@@ -221,10 +221,17 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
 
 def titled(name: str, answer: str) -> str:
-    """Return the end of a file's name, and below it the answer, as lines above an image."""
+    """Return the end of a file's name, and below it the answer, as lines above an image.
+
+    A line may end after an underscore, rather than within a word.
+    """
     texts = printable(name[-LETTERS:]), answer
     wide = max(map(disp_len, texts)) > max(map(len, texts))
-    return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
+    width, lines = LETTERS // (1 + wide), list[str]()
+    for text in texts:
+        fits = len(text) <= width
+        lines += textwrap.wrap(text if fits else text.replace("_", "_ "), width)
+    return "\n".join(lines).replace("_ ", "_")
 
 
 def draw(titled_images: Sequence[tuple[str, np.ndarray]], path: Path) -> None:

@@ -382,6 +382,11 @@ def test_numbers_have_no_limit_and_labels_two_decimals(
 # --- The picture
 
 
+def test_a_title_breaks_after_an_underscore() -> None:
+    titled = verb.titled("_A0123_04_kopie.jpg", "Cicindela_campestris (0.97)").splitlines()
+    assert titled == ["A0123_04_kopie.jpg", "Cicindela_", "campestris (0.97)"]
+
+
 def test_what_the_model_saw_is_drawn(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
