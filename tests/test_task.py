@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import PIL.Image
 import pytest
 import torch
@@ -125,9 +127,28 @@ def test_it_is_trained_resumed_and_used_like_any_other(
     assert [*answer["prediction"].values()] == pytest.approx(expected, abs=1e-5)
     assert [*answer["prediction"]] == ["x", "y"]
 
-    assert typed("report", "on-1").code == 0
+    assert typed("report", "on-1", "--png").code == 0
     page = (tmp_path / "on-1" / "report.html").read_text()
     assert page.count("<figure") == 2
+    rows = pandas.read_csv(tmp_path / "on-1" / "predictions.csv")
+    of_test = rows[rows["split"] == "test"]
+    off = np.hypot(*(of_test[f"answer_{c}"] - of_test[f"truth_{c}"] for c in "xy"))
+    assert (len(off), off.mean()) == (
+        summary["test_count"],
+        pytest.approx(evaluated["distance"], rel=1e-4),
+    )
+    shown = re.findall(r'<img [^>]*alt="(\d+\.png): x [\d.e+-]+, is', page)
+    assert len(shown) == 24 and shown[0] in of_test["file"][off.nlargest(3).index].tolist()
+    drawn = {path.name for path in (tmp_path / "on-1").glob("report-scatter-*")}
+    assert drawn == {f"report-scatter-{c}.{form}" for c in "xy" for form in ("png", "svg")}
+    assert not (tmp_path / "on-1" / "classes.csv").exists()
+    table = {row["file"]: row for _, row in rows.iterrows()}
+    answers = typed("predict", "on-1", *(str(spots / file) for file in table)).out.splitlines()
+    for answer in map(json.loads, answers):
+        row = table[Path(answer["file"]).name]
+        assert answer["prediction"] == pytest.approx(
+            {c: row[f"answer_{c}"] for c in "xy"}, rel=1e-5
+        )
     assert "Validation distance" in page
     assert "Loss: that of my_task:Spot." in page
     assert f"   loss {summary['test_loss']:.4f}" in typed("evaluate", "on-1").out

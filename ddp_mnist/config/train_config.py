@@ -8,7 +8,15 @@ from dataclasses import Field, dataclass, field
 from typing import Any, Self
 
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_fields, not_kept, typed_flag
+from ddp_mnist.config.flag_fields import (
+    Flags,
+    changeable,
+    flag,
+    flag_fields,
+    flag_values,
+    not_kept,
+    typed_flag,
+)
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import PRESETS, Recipe
@@ -106,6 +114,7 @@ class TrainConfig:
     distribution: Distribution = field(default_factory=Distribution)
     typed: frozenset[str] = frozenset()  # names of flags; a resumed run keeps its other ones
     resumes: bool = False  # the weights are in a checkpoint; set by resume.inherit
+    typed_before: frozenset[str] = frozenset()  # for earlier parts of a resumed run, as `typed`
 
     @classmethod
     def from_flags(cls, typed: Mapping[str, Any]) -> Self:
@@ -127,6 +136,16 @@ class TrainConfig:
             raise UsageError(
                 f"--resume {resume}: resumes the run in that folder; leave out --run-dir {run_dir}"
             )
+
+    def typed_words(self) -> list[str]:
+        """Return the flags that were typed and can change a result, e.g. ["--lr 0.02"].
+
+        Those of a resumed run's earlier parts are among them, if it has kept them.
+        """
+        kept = flag_values(self.run, "must equal", "may change") | flag_values(self.recipe)
+        of_this_part = {name: getattr(self.distribution, name) for name in TRAINING_FLAGS}
+        words = [typed_flag(n, x) for n, x in kept.items() if n in self.typed | self.typed_before]
+        return words + [typed_flag(n, x) for n, x in of_this_part.items() if n in self.typed]
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that contradict each other."""

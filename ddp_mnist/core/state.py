@@ -56,7 +56,9 @@ class Progress:
     save_seconds: float = 0.0  # in saving checkpoints, as a run measures it
     total_seconds: float = 0.0  # since `State.start_time`
     score: float | None = None  # of the current weights' validation; None before one
+    loss: float | None = None  # of the same
     best_score: float | None = None  # so far, of the validations that patience looks at
+    best_loss: float | None = None  # of the validation with that score
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the field of the recipe that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
@@ -129,9 +131,11 @@ class State:
         progress.epoch += 1
         if validation:
             progress.score = score = validation.score
+            progress.loss = validation.loss
             best = progress.best_score
             if math.isfinite(score) and (best is None or self.task.better(score, best)):
                 progress.best_score, progress.best_epoch = score, progress.epoch
+                progress.best_loss = validation.loss
                 if recipe.patience is not None:
                     weights = self.net.state_dict()
                     self.best_weights = {name: w.clone() for name, w in weights.items()}

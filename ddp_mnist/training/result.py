@@ -40,6 +40,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "test_loss": test.loss,
         "test_count": test.count,
         f"val_{test.name}": progress.best_score if state.best_weights else progress.score,
+        "val_loss": progress.best_loss if state.best_weights else progress.loss,
         "epochs": progress.epoch,
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
@@ -54,7 +55,8 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         "threads": torch.get_num_threads(),
         "threads_tried": run.step_times,  # seconds of a step
         "seed": config.run.seed,
-        **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
+        "typed": config.typed_words(),
+        **{n: getattr(recipe, n) for n in ("model", "lr", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.task or recipe.loss or scores.CROSS_ENTROPY,
         "weights": str(weights) if weights else None,  # DEFAULT may mean others one day
         "train_seconds": round(progress.train_seconds, 3),

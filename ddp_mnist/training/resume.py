@@ -135,7 +135,9 @@ def inherit(config: TrainConfig, earlier: EarlierRun) -> TrainConfig:
         return dataclasses.replace(group, **{name: earlier.flags[name] for name in kept})
 
     run, recipe = inherited(config.run), inherited(config.recipe)
-    return dataclasses.replace(config, resumes=True, run=run, recipe=recipe)
+    before = frozenset(earlier.saved.get("typed", ()))  # older runs do not tell
+    kept = {"run": run, "recipe": recipe, "typed_before": before}
+    return dataclasses.replace(config, resumes=True, **kept)
 
 
 def wants_more(config: TrainConfig, before: dict[str, Any]) -> bool:

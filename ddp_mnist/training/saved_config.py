@@ -46,6 +46,7 @@ def saved_config(
         "fine_tunes": bool(run.recipe.still),
         "trained_on": trained_on,
         "own_code": run.found.own_code,
+        "typed": sorted(config.typed | config.typed_before),
         "run": flag_values(config.run) | {"run_dir": run_dir, "resume": None},
         "recipe": flag_values(config.recipe),
         "distribution": flag_values(config.distribution) | resolved,

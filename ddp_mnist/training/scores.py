@@ -1,6 +1,7 @@
 """How scores, losses and confusion matrices are written and printed, and a run's lines."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from tqdm import tqdm
 
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.run import mean_text
+from ddp_mnist.core.task import Task
 from ddp_mnist.system.console import warn
 
 CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
@@ -31,6 +33,45 @@ def number_text(number: float | None) -> str:
     if number is None or math.isnan(number):
         return "undefined"
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.4g}"
+
+
+def interval(right: int, images: int) -> tuple[float, float]:
+    """Return the bounds between which the share of right answers lies, at 95 %.
+
+    Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
+    holds too, where the share +- 2 standard errors does not. It takes the images as independent.
+    """
+    from scipy.stats import binomtest  # slow
+
+    return tuple(binomtest(right, images).proportion_ci(method="wilson"))
+
+
+def share_text(right: int, images: int) -> str:
+    """Return a share with its interval, e.g. 0.67 (0.30 to 0.90), in two to four decimals.
+
+    They are as many as the number of images has digits; more would pretend to know.
+    """
+    if not images:
+        return "-"
+    digits = min(max(2, len(str(images))), 4)
+    share, low, high = (f"{x:.{digits}f}" for x in (right / images, *interval(right, images)))
+    return f"{share} ({low} to {high})"
+
+
+def are_labels(task: Task) -> list[bool]:
+    """Return, for each column of a task of numbers, whether each of its train images has 0 or 1.
+
+    Of numbers from 0 to 1 with this mean, only those have the variance mean (1 - mean): R. Bhatia
+    and C. Davis, A better bound on the variance, 2000.
+    """
+    pairs = zip(task.mean, task.std, strict=True)
+    return [math.isclose(std**2, mean * (1 - mean), rel_tol=1e-9) for mean, std in pairs]
+
+
+def number_texts(task: Task, numbers: Sequence[float]) -> list[str]:
+    """Return the predictions of a task of numbers as they are printed; labels get two decimals."""
+    pairs = zip(numbers, are_labels(task), strict=True)
+    return [f"{x:z.2f}" if is_label else f"{x:.4g}" for x, is_label in pairs]
 
 
 def shown_loss(outcome: dict[str, Any], loss: float) -> str:

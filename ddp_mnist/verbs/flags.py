@@ -39,10 +39,17 @@ class Predict(Flags):
     images: tuple[str, ...] = argument("IMAGE", "Image file, folder of images, or - for stdin.")
     show: str | None = flag(None, "Write a PNG of what the model saw and answered.", metavar="FILE")
     top: int | None = flag(None, "Most probable classes to list [10; in a table 3].", least=1)
+    sure: float | None = flag(
+        None,
+        "Answer `not sure` below this probability; the report helps to choose.",
+        above=0,
+        below=1,
+    )
     digit_photos: bool | None = flag(
         None, "Find and crop the digit in images that are not 28x28 grey [if trained on digits]."
     )
     json: bool = flag(False, "Print JSON lines on a terminal too, not a table.")
+    csv: bool = flag(False, "Print CSV for spreadsheets, with a column for each class.")
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Report(Flags):
 
     run: str = argument("RUN", RUN)
     out: str | None = flag(None, "Page to write [RUN/report.html].", metavar="FILE")
-    png: bool = flag(False, "Also write each curve as a PNG, next to the page.")
+    png: bool = flag(False, "Also write each picture as PNG and SVG, next to the page.")
     dataset: str | None = flag(None, "Where the run's images are now, if they were moved.")
     cache_dir: str | None = flag(None, CACHE_DIR)
 

@@ -18,7 +18,7 @@ from ddp_mnist.system import files
 from ddp_mnist.task import about_task
 from ddp_mnist.training import folder
 from ddp_mnist.training.model_file import TrainedModel
-from ddp_mnist.training.scores import MANY_CLASSES
+from ddp_mnist.training.scores import MANY_CLASSES, share_text
 from ddp_mnist.verbs.flags import Export
 from ddp_mnist.verbs.render import render
 
@@ -119,6 +119,7 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
             started=weights if is_name else "a file of weights",
             settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},
             many=MANY_CLASSES,
+            share_text=share_text,
             wrong=wrong_on_purpose(summary["inject"]),
             version=__version__,
         )

@@ -2,6 +2,7 @@
 
     ddp-mnist predict runs/latest seven.png photos/        # on a terminal, a table
     ddp-mnist predict runs/latest photos/ > answers.jsonl  # elsewhere, or with --json, JSON lines
+    ddp-mnist predict runs/latest photos/ --csv > answers.csv  # for a spreadsheet
     cat seven.png | ddp-mnist predict runs/latest -
 
 An image is prepared as training prepared its own. If the run was trained on MNIST or the like, a
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
+from ddp_mnist.config.flag_fields import typed_flag
 from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image
@@ -32,19 +34,27 @@ from ddp_mnist.system.files import check_place, storage_errors, write_atomically
 from ddp_mnist.system.text import as_json, escaped, printable, reason, shown_name
 from ddp_mnist.training import model_file
 from ddp_mnist.training.model_file import TrainedModel
+from ddp_mnist.training.scores import number_texts
+from ddp_mnist.verbs import spreadsheet
+from ddp_mnist.verbs.answers import written
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
 Answer = dict[str, Any]  # the line of JSON about an image
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
+NOT_SURE = "not sure"  # the label below --sure
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
 
 
 def run(flags: Predict) -> None:
-    """Print a line for each image: of a table on a terminal, else of JSON."""
-    console, as_table = Console(True), sys.stdout.isatty() and not flags.json
+    """Print a line for each image: of CSV if asked, of a table on a terminal, else of JSON."""
+    console, as_table = Console(True), sys.stdout.isatty() and not (flags.json or flags.csv)
     trained = load(flags)
+    if flags.csv:
+        flags = dataclasses.replace(flags, top=len(trained.task.names))
+        spreadsheet.print_rows(csv_rows(answer(flags, trained), trained.task), bool(flags.show))
+        return
     if as_table:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
@@ -70,7 +80,7 @@ def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterat
 
     first = max(map(disp_len, ["file", *map(printable, files)]))
     names = [*map(shown_name, task.names)]
-    second = max(map(disp_len, ["label", *names]))
+    second = max(map(disp_len, ["label", NOT_SURE, *names]))
     heading = f"{padded('label', second)}   probability   next"
     if not isinstance(task, Classification):
         heading = "   ".join(f"{name:>10}" for name in names)
@@ -80,21 +90,40 @@ def table(answers: Iterable[Answer], files: Sequence[str], task: Task) -> Iterat
         if "error" in each:
             yield f"{file}   {each['error']}"
         elif "prediction" in each:
-            yield f"{file}   " + "   ".join(f"{x:>10.4g}" for x in each["prediction"].values())
+            numbers = number_texts(task, [*each["prediction"].values()])
+            yield f"{file}   " + "   ".join(f"{x:>10}" for x in numbers)
         else:
             label = padded(shown_name(each["label"]), second)
-            _, *others = each["probabilities"].items()
+            others = [pair for pair in each["probabilities"].items() if pair[0] != each["label"]]
             rest = "   ".join(f"{shown_name(name)} {number:.2f}" for name, number in others)
             yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
+def csv_rows(answers: Iterable[Answer], task: Task) -> Iterator[list[Any]]:
+    """Yield a heading, then a row for each answer, with every class in the order of the task."""
+    of_classes = ["answer", "probability"] if isinstance(task, Classification) else []
+    yield ["file", *of_classes, *task.names, "error"]
+    for each in answers:
+        shares = each.get("probabilities") or each.get("prediction") or {}
+        found = [each.get("label"), each.get("probability")] if of_classes else []
+        yield [each["file"], *found, *map(shares.get, task.names), each.get("error")]
+
+
 def load(flags: Predict) -> TrainedModel:
     """Return the run's model. Raise UsageError if it does not fit the flags, or CheckpointError."""
+    for name in ("json", "top") if flags.csv else ():
+        if value := getattr(flags, name):
+            raise UsageError(
+                f"{typed_flag(name, value)}: has no part in --csv; leave one of them out"
+            )
     check_place(flags.show, "--show", ".png")
     trained = model_file.from_bytes(model_file.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.image_format.bright_on_black:
         other = f"{flags.run} was trained on other images than bright strokes on black"
         raise UsageError(f"--digit-photos: {other}; leave it out")
+    if flags.sure and not isinstance(trained.task, Classification):
+        why = f"{flags.run} predicts numbers, which have no probability"
+        raise UsageError(f"--sure {flags.sure:g}: {why}; leave it out")
     return trained
 
 
@@ -102,8 +131,9 @@ def load(flags: Predict) -> TrainedModel:
 def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
-    With numbers instead of classes it is {file, prediction}. For a file that cannot be read yield
-    {file, error}; once all others are labelled, a DataError names it.
+    Below --sure the label is NOT_SURE, and `guess` is what it would have been. With numbers instead
+    of classes it is {file, prediction}. For a file that cannot be read yield {file, error}; once
+    all others are labelled, a DataError names it.
     """
     made = trained.image_format
     digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
@@ -120,8 +150,10 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
             yield {"file": str(file), "error": str(error)}
             continue
         found = prediction_of(trained.task, outputs, flags.top or LISTED)
+        if found.get("probability", 1) < (flags.sure or 0):
+            found = found | {"label": NOT_SURE, "guess": found["label"]}
         if flags.show:
-            titled_images.append((titled(file.name, in_short(found)), image))
+            titled_images.append((titled(file.name, in_short(found, trained.task)), image))
         yield {"file": str(file), **found}
     if flags.show and titled_images:
         draw(titled_images, Path(flags.show))
@@ -133,7 +165,7 @@ def answer(flags: Predict, trained: TrainedModel) -> Iterator[Answer]:
 def prediction_of(task: Task, outputs: Tensor, top: int) -> Answer:
     """Return, for JSON, the answer in outputs [1, outputs] for an image, with the `top` classes."""
     if not isinstance(task, Classification):
-        numbers = [float(f"{x:.7g}") for x in task.predict(outputs)[0].tolist()]
+        numbers = map(written, task.predict(outputs)[0].tolist())
         return {"prediction": dict(zip(task.names, numbers, strict=True))}
     shares = zip(task.classes, outputs.softmax(1)[0].tolist(), strict=True)
     likely = sorted(shares, key=lambda pair: -pair[1])[:top]
@@ -142,11 +174,12 @@ def prediction_of(task: Task, outputs: Tensor, top: int) -> Answer:
     return {"label": label, "probability": share, "probabilities": probabilities}
 
 
-def in_short(found: Answer) -> str:
+def in_short(found: Answer, task: Task) -> str:
     """Return an answer in a few words."""
     if "label" in found:
         return f"{shown_name(found['label'])} ({found['probability']:.2f})"
-    return ", ".join(f"{shown_name(name)} {x:.4g}" for name, x in found["prediction"].items())
+    numbers = zip(task.names, number_texts(task, [*found["prediction"].values()]), strict=True)
+    return ", ".join(f"{shown_name(name)} {text}" for name, text in numbers)
 
 
 def find_images(path: str) -> list[Path]:
@@ -188,19 +221,27 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
 
 
 def titled(name: str, answer: str) -> str:
-    """Return the end of a file's name, and below it the answer, as lines above an image."""
+    """Return the end of a file's name, and below it the answer, as lines above an image.
+
+    A line may end after an underscore, rather than within a word.
+    """
     texts = printable(name[-LETTERS:]), answer
     wide = max(map(disp_len, texts)) > max(map(len, texts))
-    return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
+    width, lines = LETTERS // (1 + wide), list[str]()
+    for text in texts:
+        fits = len(text) <= width
+        lines += textwrap.wrap(text if fits else text.replace("_", "_ "), width)
+    return "\n".join(lines).replace("_ ", "_")
 
 
 def draw(titled_images: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
     """Write a picture of the first MOST_SHOWN images, with their titles. Raise StorageError."""
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties, fontManager
+    from matplotlib.font_manager import FontProperties
 
-    chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
-    font = FontProperties(family=["DejaVu Sans Mono", *chinese[:1]], size=8)
+    from ddp_mnist.verbs.plots import families
+
+    font = FontProperties(family=families("DejaVu Sans Mono"), size=8)
     shown = titled_images[:MOST_SHOWN]
     rows, lines = -(-len(shown) // PER_ROW), max(title.count("\n") for title, _ in shown)
     size = PER_ROW * INCHES, rows * INCHES * (1.23 + 0.12 * lines) + 0.3

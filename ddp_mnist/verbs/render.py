@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from ddp_mnist.system.text import as_json, printable, quoted, shown_name
 from ddp_mnist.training.scores import number_text
@@ -18,6 +19,11 @@ def markdown(text: object) -> str:
     return re.sub(MARKS, r"\\\g<0>", printable(str(text)))
 
 
+def breakable(name: str) -> Markup:
+    """Return a name in HTML, in which a line may end after _ and / rather than within a word."""
+    return Markup(re.sub("[_/]+(?=.)", r"\g<0><wbr>", str(escape(name))))
+
+
 TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -29,6 +35,7 @@ ENVIRONMENT = jinja2.Environment(
 ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
 ENVIRONMENT.filters |= {"markdown": markdown, "printable": printable, "thousands": "{:,}".format}
 ENVIRONMENT.filters |= {"number": number_text, "quoted": quoted, "shown_name": shown_name}
+ENVIRONMENT.filters["breakable"] = breakable
 
 
 def render(template: str, **facts: Any) -> str:

@@ -3,8 +3,9 @@
     ddp-mnist report runs/latest
 
 The page is verbs/templates/report.html; plots.py draws its curves. It needs no network and no
-script, is light or dark as the reader's system, and its figures are those of summary.json. The
-images that the model got wrong are found by running it once more, which takes seconds.
+script, is light or dark as the reader's system, and its figures are those of summary.json. What the
+model answers for each image is found by running it once more, which takes seconds. Beside the page
+are the same facts for spreadsheets: classes.csv and predictions.csv.
 """
 
 import base64
@@ -12,7 +13,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -22,28 +23,30 @@ from warnings import catch_warnings
 import numpy as np
 import PIL.Image
 import torch
+from matplotlib.figure import Figure
+from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
 from ddp_mnist.config.flag_fields import flag_name
-from ddp_mnist.core.evaluation import eval_batch_size
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import check_still_there, find_source
-from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
 from ddp_mnist.system.text import escaped, finite, printable
-from ddp_mnist.task import options_of
+from ddp_mnist.task import Task, options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
-from ddp_mnist.training.scores import MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.verbs import plots
+from ddp_mnist.training.scores import MANY_CLASSES, are_labels, most_confused, share_text, unpacked
+from ddp_mnist.verbs import answers, plots, spreadsheet
+from ddp_mnist.verbs.answers import Answers, Counts
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
 LEARNED = 0.9  # of the training images
+WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
@@ -52,7 +55,7 @@ LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", 
 
 @dataclass
 class ReportedRun:
-    """The content of a run folder, and its model's mistakes."""
+    """The content of a run folder, and its model's answers and mistakes."""
 
     path: Path
     name: str  # of the folder
@@ -60,13 +63,29 @@ class ReportedRun:
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     summary: dict[str, Any]  # perhaps from before a resume; {} if it has never finished
     status: dict[str, Any]  # its state may be "killed" too
-    mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
+    mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones, or the worst, first
     no_mistakes: str = "The run has not finished."  # why none are shown
-    scatter: dict[str, str] = field(default_factory=dict)  # without classes: an <svg> by its title
+    task: Task | None = None  # None if the model's answers are not known
+    answers: Sequence[Answers] = ()  # for the test, and for the validation if there is one
+    scatter: dict[str, Figure] = field(default_factory=dict)  # by the column of numbers
+
+    @property
+    def matrix(self) -> np.ndarray | None:
+        """Return the confusion matrix; None without a result or without classes."""
+        if self.status["state"] != "finished" or not self.summary["classes"]:
+            return None
+        return unpacked(self.summary["confusion"], len(self.summary["classes"]))
+
+    @property
+    def counts(self) -> list[Counts]:
+        """Return the counts of each class, or else of each label that is known."""
+        if self.matrix is not None:
+            return answers.class_counts(self.summary["classes"], self.matrix)
+        return answers.label_counts(self.task, self.answers[0]) if self.task else []
 
 
 def run(flags: Report) -> None:
-    """Write the page, and with --png each curve next to it; print where.
+    """Write the page, the tables next to it, and with --png pictures; print where.
 
     Raise DataError at the end if the page lacks mistakes because images have changed.
     """
@@ -77,19 +96,21 @@ def run(flags: Report) -> None:
     changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
-    # matplotlib warns of each letter that no font has
-    with blame(f"{run.path}/{folder.METRICS}", CheckpointError), catch_warnings(action="ignore"):
-        figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
-        curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     page = Path(flags.out or run.path / "report.html")
+    prefix = f"{page.stem}-" if flags.out else ""  # of several pages in one folder
+    with catch_warnings(action="ignore"):  # matplotlib's, of each letter that no font has
+        with blame(f"{run.path}/{folder.METRICS}", CheckpointError):
+            figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
+            curves = {plots.title(key): plots.as_svg(each, key) for key, each in figures.items()}
+        contents = {page.name: render_page(run, curves).encode()}
+        contents |= {prefix + name: content for name, content in tables(run).items()}
+        for key, figure in (figures | pictures(run)).items() if flags.png else ():
+            for form in ("png", "svg"):
+                contents[f"{page.stem}-{key}.{form}"] = plots.as_file(figure, form)
     with files.storage_errors(page, "--out"):
-        files.write_atomically(page, render_page(run, curves).encode())
-        console.print(f"written to {escaped(page)}")
-        for key, figure in figures.items() if flags.png else ():
-            picture = page.with_name(f"{page.stem}-{key}.png")
-            figure.savefig(written := io.BytesIO(), dpi=200)
-            files.write_atomically(picture, written.getvalue())
-            console.print(f"written to {escaped(picture)}")
+        for name, content in contents.items():
+            files.write_atomically(page.with_name(name), content)
+            console.print(f"written to {escaped(page.with_name(name))}")
     if changed:
         why, fix = changed
         raise DataError(f"{run.name}: {why}, so the page shows no mistakes of it; {fix}")
@@ -122,7 +143,7 @@ def read_run(path: Path) -> ReportedRun:
 
 @torch.inference_mode()
 def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
-    """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
+    """Fill in a finished run's answers and mistakes, or `no_mistakes` if they cannot be known.
 
     Return why the images are not those of the run, and what to do; None if they are.
     """
@@ -150,39 +171,29 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
         run.no_mistakes = f"They cannot be shown: {others[0]}."
         return others
     run.no_mistakes = "There are none."
+    images = images.hold_out(run.config["recipe"]["val_size"])
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
-    test = subset(images, "test")
-    batches = torch.arange(len(test)).split(eval_batch_size(test.images))
-    outputs = torch.cat([trained.model(test.take(rows)[0]) for rows in batches])
-    targets, names = test.targets[test.rows], trained.task.names
-    if not images.classes:
-        columns = zip(names, trained.task.predict(outputs).T, targets.T, strict=True)
-        run.scatter = {name: plots.scatter(name, *both) for name, *both in columns}
-        return None
-    probabilities, labels = outputs.softmax(1), targets
-    certainty, guesses = probabilities.max(1)
-    certain_first = certainty.argsort(descending=True, stable=True)
-    shown = certain_first[(guesses != labels)[certain_first]][:MOST_WRONG].tolist()
-    named = places_of(shown, images)
-    run.mistakes = [
-        {
-            "place": named[row],
-            "label": names[label := int(labels[row])],
-            "label_probability": float(probabilities[row, label]),
-            "guess": names[guesses[row]],
-            "guess_probability": float(certainty[row]),
-            "png": as_data_uri(test.images[test.rows[row]]),
-        }
-        for row in shown
-    ]
+    answer(run, trained, images)
     return None
 
 
-def places_of(rows: Sequence[int], images: ImageData) -> dict[int, str]:
-    """Return, for each row of the test split, its file in the folder, or its number."""
-    numbers = dict(zip(rows, images.rows["test"][[*rows]].tolist(), strict=True))
-    paths = images.files_of([*numbers.values()])
-    return {row: printable(paths.get(numbers[row], f"test image {row}")) for row in rows}
+def answer(run: ReportedRun, trained: model_file.TrainedModel, images: ImageData) -> None:
+    """Fill in the answers, the mistakes, and a scatter of each column of numbers."""
+    splits = [split for split in ("test", "validation") if len(images.rows[split])]
+    run.task = task = trained.task
+    run.answers = [answers.answers_of(trained, images, split) for split in splits]
+    test = run.answers[0]
+    if images.classes:
+        wrong = answers.most_certain_mistakes(test, task.names, MOST_WRONG)
+    else:
+        wrong = answers.worst_numbers(test, task, MOST_WRONG)
+        columns = zip(task.names, are_labels(task), test.predictions.T, test.targets.T, strict=True)
+        run.scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
+    pixels = (torch.from_numpy(images.images[images.rows["test"][row]]) for row in wrong)
+    run.mistakes = [
+        {"place": printable(test.files[row]), "png": as_data_uri(image), **facts}
+        for (row, facts), image in zip(wrong.items(), pixels, strict=True)
+    ]
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -192,15 +203,40 @@ def as_data_uri(image: torch.Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
+# --- What is written besides the page
+
+
+def tables(run: ReportedRun) -> dict[str, bytes]:
+    """Return CSV files by name: of the classes or labels, and of each image's answer."""
+    found = {"classes.csv": answers.count_table(run.counts)} if run.counts else {}
+    if run.task:
+        found["predictions.csv"] = answers.table(run.task, run.answers)
+    return {name: spreadsheet.to_bytes(rows) for name, rows in found.items()}
+
+
+def pictures(run: ReportedRun) -> dict[str, Figure]:
+    """Return the figures that the page has besides curves, by the end of their files' names."""
+    found = {"scatter-" + re.sub(r"[^\w.-]+", "_", name): run.scatter[name] for name in run.scatter}
+    if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
+        found["confusion"] = plots.confusion(run.summary["classes"], run.matrix)
+    return found
+
+
 # --- The page's text
 
 
 def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     facts = {"run": run, "curves": curves, "settings": settings_of(run)}
-    sizes = {"many": MANY_CLASSES, "most": MOST_WRONG}
-    functions = (advice, class_rows, interval, most_confused, parts_of, unpacked)
-    return render("report.html", **facts, **sizes, **{each.__name__: each for each in functions})
+    facts["scatter"] = {n: plots.as_svg(f, f"scatter {n}") for n, f in run.scatter.items()}
+    if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
+        facts["sizes"] = matrix_sizes(run.summary["classes"], run.matrix)
+    held = [each for each in run.answers if each.split == "validation" and run.matrix is not None]
+    facts["limits"] = answers.by_limit(held[0]) if held else []
+    facts["validated"] = len(held[0].files) if held else 0
+    functions = (advice, main_confusion, most_confused, parts_of, share_text)
+    named = {each.__name__: each for each in functions}
+    return render("report.html", many=MANY_CLASSES, most=MOST_WRONG, **facts, **named)
 
 
 def advice(run: ReportedRun) -> str | None:
@@ -238,33 +274,29 @@ def advice(run: ReportedRun) -> str | None:
     )
 
 
-def interval(accuracy: float, images: int) -> tuple[float, float]:
-    """Return the bounds between which an accuracy of so many images lies, at 95 %.
-
-    Wilson's score interval: E. B. Wilson, Probable inference, 1927. Near 1 and for few images it
-    holds too, where accuracy +- 2 standard errors does not.
-    """
-    from scipy.stats import binomtest  # slow
-
-    return tuple(binomtest(round(accuracy * images), images).proportion_ci(method="wilson"))
-
-
 def parts_of(path: str) -> list[str]:
     """Return a file's path in the parts after which a line may break: never within a suffix."""
     return re.findall(r"[^/_ -]+[/_ -]*|[/_ -]+", path)
 
 
-def class_rows(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
-    """Yield for each class its name, images, correct ones, guesses, and its main confusion.
+def main_confusion(matrix: np.ndarray, label: int) -> tuple[int, int]:
+    """Return the class that most images of another were taken for, and how many."""
+    wrong = np.where(np.arange(len(matrix)) == label, 0, matrix[label])
+    return int(wrong.argmax()), int(wrong.max())
 
-    The guesses are all images taken for the class. The confusion is how many of its images were
-    taken for the same other class, and the name of that.
+
+def matrix_sizes(names: list[str], matrix: np.ndarray) -> dict[str, Any]:
+    """Return the widths of a confusion matrix, in em: of a row's head, a column, and all of it.
+
+    Names head the columns if they fit side by side, perhaps in several lines; else they stand
+    upright.
     """
-    correct = matrix.diagonal()
-    wrong = matrix - np.diag(correct)
-    taken_for = [names[guess] for guess in wrong.argmax(1)]
-    counts = (each.tolist() for each in (matrix.sum(1), correct, matrix.sum(0), wrong.max(1)))
-    return zip(names, *counts, taken_for, strict=True)
+    longest, digits = (0.62 * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
+    head, column = round(min(max(longest, 3), 14) + 1, 1), max(digits, min(longest, 8), 2) + 1
+    upright = head + len(names) * column > WIDEST
+    column = round(max(digits + 0.5, 1.5) if upright else column, 1)
+    whole = round(head + len(names) * column, 1)
+    return {"head": head, "column": column, "whole": whole, "upright": upright}
 
 
 def settings_of(run: ReportedRun) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ddp_mnist.core.task import Classification
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import find_task
-from ddp_mnist.training import model_file
+from ddp_mnist.training import model_file, scores
 from ddp_mnist.verbs import model_card
 from ddp_mnist.verbs.flags import EXPORTS
 from ddp_mnist.verbs.render import markdown
@@ -206,7 +206,8 @@ def test_the_head_of_the_card_is_what_the_hub_reads(
     assert [(r.metric_type, r.metric_value) for r in hub.eval_results][1:] == [("f1", 0.25)]
     assert {r.dataset_type for r in hub.eval_results} == {"me/moths"}
     rows = ["| --lr | 0.001 |", "| started from | ResNet18_Weights.IMAGENET1K_V1 |"]
-    rows.append(f"| sky_temple | 6 | {summary['class_accuracy'][2]:.4f} |")
+    right = round(6 * summary["class_accuracy"][2])
+    rows.append(f"| sky_temple | 6 | {scores.share_text(right, 6)} |")
     assert {*rows} <= {*card.splitlines()}
     assert f"Test accuracy {summary['test_accuracy']:.4f} on 27 images; " in card
     assert "trained on \\*\\*m\\*\\*?\n" in card

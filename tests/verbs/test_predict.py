@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pandas
 import PIL.Image
 import PIL.ImageOps
 import pytest
@@ -27,13 +28,21 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.system.files import read_json
-from ddp_mnist.task import Classification
+from ddp_mnist.task import Classification, find_task
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.flags import Predict
 from tests.commands import TRAIN, Typed, python
 from tests.data_sets import GREY, of
+from tests.run_checks import own_module
 
+TAGS = """
+from ddp_mnist.task import Task
+
+
+class Tags(Task):
+    columns = ("length", "winged")
+"""
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 UNREADABLE = "of no format that Pillow knows"
 
@@ -297,7 +306,85 @@ def test_files_beside_one_that_cannot_be_read_have_answers_which_a_terminal_show
     assert json.loads(typed(*told, "--json").out) == answers[0]
 
 
+def test_below_a_limit_it_is_not_sure_in_every_form(run: str, tmp_path: Path, typed: Typed) -> None:
+    """At the limit it is sure; JSON keeps the probabilities, and has what it would have said."""
+    files = [save(image, tmp_path / f"{n}.png") for n, image in enumerate(digits(8))]
+    plain = predict(run, *files)
+    limit = sorted(line["probability"] for line in plain)[4]
+    found = predict(run, *files, sure=limit, show=str(tmp_path / "seen.png"))
+    unsure = [line["probability"] < limit for line in plain]
+    assert sum(unsure) == 4
+    for line, before, is_unsure in zip(found, plain, unsure, strict=True):
+        changed = {"label": "not sure", "guess": before["label"]} if is_unsure else {}
+        assert line == before | changed
+    table = list(verb.table(found, list(map(str, files)), Classification(CLASSES)))
+    row, line = table[1 + unsure.index(True)], found[unsure.index(True)]
+    label, share, first, *_ = re.split(" {2,}", row)[1:]
+    assert (label, share) == ("not sure", f"{line['probability']:.2f}")
+    assert first == f"{line['guess']} {line['probability']:.2f}"
+    short = verb.in_short(line, Classification(CLASSES))
+    assert short == f"not sure ({line['probability']:.2f})"
+    printed = typed("predict", run, *files, "--sure", limit).succeeds()
+    assert [json.loads(each) for each in printed.splitlines()] == found
+    for wrong in ("0", "1", "x"):
+        [told] = typed("predict", run, files[0], "--sure", wrong).error_lines
+        assert told.startswith(f"ddp-mnist: error: --sure {wrong}") and ": must be " in told
+
+
+def test_csv_has_a_column_for_each_class_and_one_for_errors(
+    run: str, tmp_path: Path, typed: Typed
+) -> None:
+    files = [save(image, tmp_path / f"{n}.png") for n, image in enumerate(digits(3))]
+    (broken := tmp_path / "=broken.png").write_text("no picture")
+    plain = predict(run, *files)
+    limit = min(line["probability"] for line in plain) + 1e-6
+    ended = typed("predict", run, *files, broken, "--csv", "--sure", limit)
+    assert ended.code == 3
+    rows = pandas.read_csv(io.StringIO(ended.out.removeprefix("\ufeff")))
+    assert ended.out.startswith("\ufefffile,answer,probability,zero,")
+    assert rows.columns.tolist() == ["file", "answer", "probability", *CLASSES, "error"]
+    assert rows["file"].tolist() == [*map(str, files), str(broken)]
+    assert rows["error"].tolist()[3] == UNREADABLE
+    assert rows.iloc[3, 1:-1].isna().all() and rows["error"][:3].isna().all()
+    for (_, row), line in zip(rows[:3].iterrows(), plain, strict=True):
+        is_sure = line["probability"] >= limit
+        assert row["answer"] == (line["label"] if is_sure else "not sure")
+        assert row["probability"] == line["probability"]
+        assert {name: row[name] for name in CLASSES} == line["probabilities"]
+    for other, told in (("--json", "--json"), ("--top=2", "--top 2")):
+        refused = typed("predict", run, files[0], "--csv", other)
+        assert f"{told}: has no part in --csv; leave one of them out" in refused.error_lines[0]
+
+
+def test_numbers_have_no_limit_and_labels_two_decimals(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column of 0 and 1 is known by its mean and deviation; JSON and CSV keep all digits."""
+    own_module("tags", TAGS, tmp_path, monkeypatch)
+    task = find_task("tags:Tags")([20.0, 0.25], [4.0, 0.1875**0.5])
+    torch.manual_seed(0)
+    net = CNN(2, GREY.shape)
+    (folder := tmp_path / "run").mkdir()
+    content = model_file.to_bytes(net.state_dict(), "cnn", task, GREY)
+    (folder / "model.safetensors").write_bytes(content)
+    image = save(digits(1)[0], tmp_path / "x.png")
+    [line] = predict(str(folder), image)
+    length, winged = line["prediction"].values()
+    [_, row] = verb.table([line], [str(image)], task)
+    assert row.split()[1:] == [f"{length:.4g}", f"{winged:.2f}"]
+    assert verb.in_short(line, task) == f"length {length:.4g}, winged {winged:.2f}"
+    printed = typed("predict", folder, image, "--csv").succeeds()
+    assert printed == f"\ufefffile,length,winged,error\r\n{image},{length},{winged},\r\n"
+    [told] = typed("predict", folder, image, "--sure", "0.5").error_lines
+    assert "--sure 0.5: " in told and "numbers, which have no probability; leave it out" in told
+
+
 # --- The picture
+
+
+def test_a_title_breaks_after_an_underscore() -> None:
+    titled = verb.titled("_A0123_04_kopie.jpg", "Cicindela_campestris (0.97)").splitlines()
+    assert titled == ["A0123_04_kopie.jpg", "Cicindela_", "campestris (0.97)"]
 
 
 def test_what_the_model_saw_is_drawn(

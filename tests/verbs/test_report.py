@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import PIL.Image
 import pytest
 
@@ -20,12 +21,14 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
+from ddp_mnist.training.scores import share_text
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
 from tests.data_sets import flat, of, write_noise
 from tests.run_checks import rewrite_config, with_flags
+from tests.verbs.test_answers import BEETLE, OF_NUMBERS
 
 ANYWHERE = Report("RUN")  # the images lie where they lay
 
@@ -75,8 +78,10 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
 ) -> None:
     out = tmp_path / "page.html"
     written = write(first, out=str(out), png=True)
-    assert written == [out, *(tmp_path / f"page-{key}.png" for key in plots.CURVES)]
-    with PIL.Image.open(written[1]) as picture:
+    names = [f"{key}.{form}" for key in [*plots.CURVES, "confusion"] for form in ("png", "svg")]
+    names = ["classes.csv", "predictions.csv", *names]
+    assert written == [out, *(tmp_path / f"page-{name}" for name in names)]
+    with PIL.Image.open(written[3]) as picture:
         assert picture.size == (880, 500)
     page, summary = out.read_text(), summary_of(first)
     wrong = str(round((1 - summary["test_accuracy"]) * 360))
@@ -106,19 +111,96 @@ def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
     assert [place for place in places if not place.startswith(("#", "data:"))] == []
 
 
-def test_each_class_is_counted_with_its_main_confusion() -> None:
+def test_each_class_is_counted_with_its_main_confusion(first: Path) -> None:
+    """On the page as in summary.json; the whole test has its interval too."""
     matrix = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 5]])
-    assert list(report.class_rows(["a", "b", "c"], matrix)) == [
-        ("a", 4, 3, 5, 1, "b"),
-        ("b", 0, 0, 1, 0, "a"),
-        ("c", 7, 5, 5, 2, "a"),
-    ]
+    assert [report.main_confusion(matrix, label) for label in range(3)] == [(1, 1), (0, 0), (0, 2)]
+    page, summary = (path := write(first)[0]).read_text(), summary_of(first)
+    cells = np.array(summary["confusion"])
+    for label, right in enumerate(cells.diagonal().tolist()):
+        [row] = re.findall(
+            rf"<tr>(<th scope=\"row\"><bdi>{label}</bdi>(?:(?!<tr>).)*? to .*?)</tr>",
+            page,
+            re.DOTALL,
+        )
+        shown = re.findall(r"<td[^>]*>([^<]*)", row)
+        of_class, answered = int(cells[label].sum()), int(cells[:, label].sum())
+        assert shown[:2] == [str(of_class), str(right)]
+        assert shown[2:4] == [share_text(right, of_class), share_text(right, answered)]
+    right = int(cells.diagonal().sum())
+    assert f"of the same kind, expect {share_text(right, 360)}, at 95 % confidence" in words(path)
 
 
-def test_an_accuracy_has_an_interval() -> None:
-    """By hand: Wilson's interval of 899 of 1,000, and of all of ten, which is no certainty."""
-    assert report.interval(0.899, 1000) == pytest.approx((0.8788, 0.9161), abs=1e-4)
-    assert report.interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on photos of three classes, one of which looks like a formula, with a validation."""
+    place = tmp_path_factory.mktemp("photos")
+    write_noise(place / "photos", *flat(90, name="IMG_{n:03}.png", classes="cat =dog Käfer_甲虫"))
+    own = proof_config("run", model="mlp", epochs=2, batch_size=12, val_size=15)
+    own = with_flags(own, dataset=str(place / "photos"), test_size=30, mixed_precision="no")
+    run_world(1, just_train, own, folder=place)
+    write(place / "run", png=True)
+    return place / "run"
+
+
+def test_predictions_csv_is_what_predict_and_evaluate_say(photos: Path, typed: Typed) -> None:
+    """Cell by cell, for each image of the test and the validation."""
+    rows = pandas.read_csv(photos / "predictions.csv", keep_default_na=False)
+    names = [name.removeprefix("'") for name in rows.columns[5:]]
+    assert names == summary_of(photos)["classes"] == ["=dog", "Käfer_甲虫", "cat"]
+    rows.columns = [*rows.columns[:5], *names]
+    for column in ("truth", "answer", "file"):
+        rows[column] = rows[column].str.removeprefix("'")
+    assert set(rows["group"]) == {""}
+    assert rows["split"].unique().tolist() == ["test", "validation"]
+    files = [str(photos.parent / "photos" / file) for file in rows["file"]]
+    assert [Path(file).parent.name for file in files] == rows["truth"].tolist()
+    answers = [json.loads(line) for line in typed("predict", photos, *files).out.splitlines()]
+    assert [answer["label"] for answer in answers] == rows["answer"].tolist()
+    for name in names:
+        expected = [answer["probabilities"][name] for answer in answers]
+        assert rows[name].tolist() == pytest.approx(expected, abs=2e-6)
+    for split, part in rows.groupby("split"):
+        counted = json.loads(typed("evaluate", photos, "--split", split, "--json").out)
+        pairs = [*zip(part["truth"], part["answer"], strict=True)]
+        found = [[pairs.count((truth, answer)) for answer in names] for truth in names]
+        assert found == counted["confusion"]
+
+
+def test_classes_csv_is_what_the_summary_says(photos: Path) -> None:
+    rows = pandas.read_csv(photos / "classes.csv").set_index("class")
+    summary = summary_of(photos)
+    cells = np.array(summary["confusion"])
+    assert rows.index.str.removeprefix("'").tolist() == summary["classes"]
+    assert rows["n"].tolist() == cells.sum(1).tolist() == summary["images_per_class"]["test"]
+    assert rows["right"].tolist() == cells.diagonal().tolist()
+    assert rows["answered"].tolist() == cells.sum(0).tolist()
+    assert rows["recall"].tolist() == pytest.approx(summary["class_accuracy"])
+    assert (rows["recall_low"] <= rows["recall"]).all()
+    assert (rows["recall"] < rows["recall_high"].where(rows["recall"] < 1, 2)).all()
+
+
+def test_the_page_tells_by_the_validation_what_a_limit_costs(photos: Path) -> None:
+    rows = pandas.read_csv(photos / "predictions.csv").query("split == 'validation'")
+    certainty, right = rows.iloc[:, 5:].max(axis=1), rows["truth"] == rows["answer"]
+    text = words(photos / "report.html")
+    assert f"Of the {len(rows)} validation images, those whose answer has at least" in text
+    assert f"ddp-mnist predict {photos} IMAGE ... --sure LIMIT" in text
+    for limit in (0.4, 0.5, 0.95):
+        sure = certainty >= limit
+        share = share_text(int((right & sure).sum()), int(sure.sum()))
+        assert f" {limit} {sure.sum()} {100 * sure.mean():.0f} % {share} " in text
+
+
+def test_the_confusion_matrix_is_a_picture_too(photos: Path) -> None:
+    """The SVG's texts can be edited: names of any script, and the number of images in a cell."""
+    with PIL.Image.open(photos / "report-confusion.png") as picture:
+        assert picture.size == (800, 800)
+    svg = (photos / "report-confusion.svg").read_text()
+    texts = [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", svg)]
+    cells = [str(n) for row in summary_of(photos)["confusion"] for n in row if n]
+    names = summary_of(photos)["classes"]
+    assert texts == [*names, "taken for", *names, "test images of", *cells]
 
 
 def test_the_most_certain_mistakes_are_shown(first: Path) -> None:
@@ -167,7 +249,7 @@ def test_a_summary_of_another_program_is_one_line(
     (run / "summary.json").write_text("{}")
     ended = typed("report", run)
     assert (ended.code, ended.err.count("\n")) == (4, 1)
-    assert ended.err.startswith(f"ddp-mnist: error: {run}: UndefinedError: ")
+    assert ended.err.startswith(f"ddp-mnist: error: {run}: KeyError: ")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +284,8 @@ def test_no_name_is_html(first: Path, tmp_path: Path) -> None:
     shutil.copytree(first, run := tmp_path / os.fsdecode(b"<b>c\xe9"))
     config = json.dumps(read_json(run / "config.json"))
     rewrite_config(run, config.replace('"digits"', '"<script>alert(1)</script>"'))
-    [path] = write(run)
+    path, classes = write(run)  # without the images there are no predictions
+    assert classes.name == "classes.csv"
     assert str(path) == rf"{tmp_path}/<b>c\udce9/report.html"  # as it is printed
     text = (run / "report.html").read_text()
     assert "<script>" not in text
@@ -221,6 +304,36 @@ def test_names_from_right_to_left_and_control_characters_turn_nothing_around(fir
     parts = "<bdi>חתול</bdi>/<wbr><bdi>4</bdi>_<wbr><bdi>א.png</bdi><wbr>"
     assert f'<span class="soft" dir="ltr">{parts}</span>' in page.replace("\n", "")
     assert "חתול" not in re.sub(r'<bdi>.*?</bdi>|alt=".*?"', "", page)
+
+
+def test_a_long_list_of_broken_files_is_folded_and_names_break_at_an_underscore(
+    first: Path,
+) -> None:
+    run = report.read_run(first)
+    named = [f"photos/Kopie von {n}.jpg" for n in range(12)]
+    run.summary["notes"] = [f"12 of 360 images were left out: {', '.join(named)}", "a short one"]
+    run.summary["classes"][0] = "<b>_a_b"
+    run.summary["metrics"] = {"balanced_accuracy": 0.5}
+    page = report.render_page(run, {})
+    assert "<summary>12 of 360 images were left out</summary>" in page
+    assert "<p>a short one</p>" in page
+    assert "<dt>Test balanced_<wbr>accuracy</dt>" in page
+    assert "<bdi>&lt;b&gt;_<wbr>a_<wbr>b</bdi>" in page
+
+
+def test_of_numbers_the_page_counts_labels_and_names_the_worst_images(first: Path) -> None:
+    run = report.read_run(first)
+    run.summary |= {"classes": [], "score_name": "error", "test_error": 1.5, "val_error": None}
+    run.task, run.answers = BEETLE, [OF_NUMBERS]
+    run.mistakes = [{"place": "a_1.png", "png": "data:,", "told": ["length_mm 29.12, is 17"]}]
+    page = report.render_page(run, {})
+    assert "<div>length_<wbr>mm 29.12, is 17</div>" in page
+    assert "<bdi>a</bdi>_<wbr><bdi>1.png</bdi>" in page.replace("\n", "")
+    shown = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+    assert "Label Images Right Missed False Recall Precision" in shown
+    assert f"winged 2 1 1 0 {share_text(1, 2)} {share_text(1, 1)}" in shown
+    assert f"spotted 1 0 1 1 {share_text(0, 1)} {share_text(0, 1)}" in shown
+    assert {"classes.csv", "predictions.csv"} == report.tables(run).keys()
 
 
 # --- What to make of it
@@ -293,7 +406,7 @@ def chromium(page: Path) -> str:
 @pytest.mark.system
 def test_the_page_in_chromium(first: Path, tmp_path: Path) -> None:
     """Tables scroll within themselves; the page as a whole is not wider than a phone."""
-    [path] = write(first, out=str(tmp_path / "report.html"))
+    path, *_ = write(first, out=str(tmp_path / "report.html"))
     assert len(re.findall(r'<img [^>]*alt="test image \d+: ', path.read_text())) > 1
     # frames of these widths, as a headless window is at least 500 wide
     frame = '<iframe src="report.html" style="width:{}px;height:900px"></iframe>'
@@ -306,3 +419,27 @@ def test_the_page_in_chromium(first: Path, tmp_path: Path) -> None:
     narrow, wide = map(int, re.findall(r"wide (\d+);", shown))
     assert narrow <= 360
     assert wide <= 1100
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("classes", [3, 12, 40])
+def test_a_confusion_matrix_fits_a_screen_and_a_sheet_of_paper(
+    classes: int, first: Path, tmp_path: Path
+) -> None:
+    """With up to 9,999 images in a cell, and names that are long or run from right to left."""
+    run = report.read_run(first)
+    names = ["חתול", "a name of more than sixty characters, with many small words in it 1"]
+    run.summary["classes"] = [*names, *(f"Coccinella_punctata_{n}" for n in range(classes - 2))]
+    run.summary["confusion"] = np.full((classes, classes), 9999).tolist()
+    page, frames = report.render_page(run, {}), ""
+    for width, css in ((1100, page), (717, page.replace("@media print", "@media all"))):
+        (tmp_path / f"{width}.html").write_text(css)
+        frames += f'<iframe src="{width}.html" style="width:{width}px;height:900px"></iframe>'
+    (probe := tmp_path / "probe.html").write_text(
+        f"{frames}<script>onload = () => {{"
+        " for (const f of document.querySelectorAll('iframe'))"
+        " for (const part of f.contentDocument.querySelectorAll('.scroll'))"
+        " document.body.append(` over ${part.scrollWidth - part.clientWidth};`) }</script>"
+    )
+    over = [int(pixels) for pixels in re.findall(r" over (\d+);", chromium(probe))]
+    assert len(over) == 6 and max(over) <= 1

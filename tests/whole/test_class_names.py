@@ -48,7 +48,7 @@ def test_names_are_shown_whole_everywhere(here: Path, typed: Typed) -> None:
     heads = [head for head in heads if head in NAMES]
     assert len(heads) == 24 + 120  # the most frequent confusions, and the list by class
     assert heads[24:] == NAMES
-    confused = re.findall(r'<td class="words"><bdi>(\S.*)</bdi> \(\d+\)</td></tr>', page)
+    confused = re.findall(r'<td class="words"><bdi>(\S.*)</bdi> \(\d+\)</td>', page)
     assert confused and set(confused) <= {*NAMES}
 
     assert typed("export", "run", "--format", "safetensors").code == 0

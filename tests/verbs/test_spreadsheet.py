@@ -1,0 +1,67 @@
+"""What is written for spreadsheets is read alike by them and by pandas, and runs nothing."""
+
+import csv
+import io
+import math
+import sys
+
+import pandas
+import pytest
+
+from ddp_mnist.verbs import spreadsheet
+
+COMPUTED = [
+    "=1+1",
+    "+cat",
+    "-cat",
+    "@cat",
+    "\t=1",
+    "\r=1",
+    "\n=1",
+    "\uff1d1",
+    "\uff0b1",
+    "'cat",
+    "''",
+]
+PLAIN = ["cat", "a=b", "Käfer", "甲虫", 'a,"b"', "a\nb\rc", "חתול", "NA", "👨\u200d👩"]
+
+
+def test_every_name_comes_back_and_none_is_a_formula() -> None:
+    """Excel knows UTF-8 by the mark; what it shows begins with an apostrophe, or is a name."""
+    content = spreadsheet.to_bytes(
+        [["name", "number"], *([name, -1.5] for name in COMPUTED + PLAIN)]
+    )
+    assert content.startswith(b"\xef\xbb\xbfname,number\r\n")
+    found = pandas.read_csv(io.BytesIO(content), keep_default_na=False)
+    assert found["name"].tolist() == [f"'{name}" for name in COMPUTED] + PLAIN
+    assert found["name"].str.removeprefix("'").tolist() == COMPUTED + PLAIN
+    assert set(found["number"]) == {-1.5}
+    cells = [row[0] for row in csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))]
+    assert cells[1:] == found["name"].tolist()
+
+
+def test_what_is_no_number_or_no_text_is_an_empty_cell_or_escaped() -> None:
+    cells = [None, math.nan, math.inf, 0.25, 3, "caf\udce9"]
+    assert spreadsheet.to_bytes([cells], is_first=False) == b",,,0.25,3,caf\\udce9\r\n"
+
+
+def test_a_terminal_is_not_steered(
+    monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    rows = [["file"], ["a\x1b[2J"]]
+    spreadsheet.print_rows(rows, to_the_end=False)
+    assert capsysbinary.readouterr().out == b"\xef\xbb\xbffile\r\na\x1b[2J\r\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    spreadsheet.print_rows(rows, to_the_end=False)
+    assert capsysbinary.readouterr().out == b"file\na\\x1b[2J\n"
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_nothing_is_computed_for_a_reader_who_has_left(
+    to_the_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a picture is to be drawn of it."""
+    monkeypatch.setattr(spreadsheet, "write_stdout", lambda _: False)
+    asked: list[int] = []
+    spreadsheet.print_rows(([asked.append(row)] for row in range(3)), to_the_end)  # type: ignore[func-returns-value]
+    assert asked == ([0, 1, 2] if to_the_end else [0])
