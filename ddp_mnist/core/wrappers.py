@@ -48,7 +48,7 @@ def last_layer(net: nn.Module) -> str:
 
 
 def hold_still(net: Normalised, what: str) -> Normalised:
-    """Keep a part of a net that begins with weights of its own as it is, and return the net.
+    """Keep a part of a net that starts from trained weights as it is, and return the net.
 
     `statistics`: BatchNorm normalises by those that it has, so N processes train as one. `body`:
     all but the last layer, which alone is trained. "": nothing.
