@@ -21,8 +21,12 @@ NONE = 2**64 - 1  # in place of a key: the image is a group by itself
 
 def name_in(cell: Any) -> str:
     """Return the name of a group in a cell; "" if that is empty, or not a number."""
-    is_empty = cell is None or cell != cell
-    return "" if is_empty else unicodedata.normalize("NFC", str(cell).strip())
+    return "" if cell is None or cell != cell else composed(str(cell).strip())
+
+
+def composed(text: str) -> str:
+    """Return text with accents as they are typed: macOS composes those of files in another way."""
+    return unicodedata.normalize("NFC", text)
 
 
 def keys_of(names: Sequence[str]) -> np.ndarray:
@@ -35,7 +39,7 @@ def keys_of(names: Sequence[str]) -> np.ndarray:
 
 def named_by(pattern: str, paths: Sequence[str]) -> list[str]:
     """Return the group's name in each path: its first parenthesis, or else the match; or ""."""
-    matches = (re.search(pattern, path) for path in paths)
+    matches = (re.search(composed(pattern), composed(path)) for path in paths)
     return [(m[min(1, m.re.groups)] or "") if m else "" for m in matches]
 
 

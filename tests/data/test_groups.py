@@ -96,6 +96,11 @@ def test_a_groups_side_is_that_of_its_name_however_the_set_grows(tmp_path: Path)
     write_noise(own, *(f"{name[:-4]}_more.png" for name in NAMES[::4]), "a/A999_0.png", seed=1)
     after = sides(load(own, BY_NAME), by_name)
     assert {name: after[name] for name in before} == before
+    names_of = ["A1", "", "\u00e9 2", "\u00e9 2", "1", ""]
+    cells = ["A1 ", None, "e\u0301 2", "\u00e9 2", 1, float("nan")]
+    assert [*map(groups.name_in, cells)] == names_of
+    assert groups.named_by("\u00e9 .", ["a/e\u0301 2.png", "b/2.png"]) == ["\u00e9 2", ""]
+    assert groups.named_by("(A.)?_(B)?", ["A1_B", "_B", "A2"]) == ["A1", "", ""]
     assert groups.keys_of(["A001", ""]).tolist() == [15238346660213068894, groups.NONE]
     pngs = [(own / name).read_bytes() for name in NAMES]
     write_split(tmp_path / "tables", "train", image=pngs, label=[n[0] for n in NAMES], group=names)
@@ -191,6 +196,14 @@ def test_a_column_of_classes_called_group_is_that_of_labels_only_if_it_is_alone(
     assert load(tmp_path / "alone").groups is None
     found = load(tmp_path / "beside").groups
     assert found is not None and len(np.unique(found)) == 8
+
+
+def test_a_column_that_is_to_be_learned_is_neither_group_nor_split(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *NAMES)
+    rows = [(name, number // 3, number) for number, name in enumerate(NAMES)]
+    write_metadata(own, rows, "file_name group split")
+    images = load(own, ImageOptions(columns=("group", "split")))
+    assert images.groups is None and images.targets[:2].tolist() == [[0, 0], [0, 1]]
 
 
 # --- A run
