@@ -250,18 +250,16 @@ def _groups_of(
         if (groups != NONE).any():
             notes.append("column group is not used, as --group says what belongs together")
         files = files_in(found["files"])
-        groups = np.where(is_read, keys_of(named_by(options.group, files)), np.uint64(NONE))
+        names = named_by(options.group, files)
+        groups, found["group_names"] = keys_of(names), sorted({*names} - {""})
+        groups[~is_read] = NONE
         of_both = f"{found['digest']} ".encode() + groups.tobytes()
         found["digest"] = hashlib.sha256(of_both).hexdigest()
         if (groups == NONE).all() and options.test_size != 0:
             first = next(filter(None, files), "")
-            fault, fix = (
-                f"finds nothing in the paths of {source.typed}{as_file(first)}",
-                "correct it",
-            )
+            why = f"finds nothing in the paths of {source.typed}{as_file(first)}; correct it"
             if not first:
-                fault, fix = f"the images of {source.typed} have no paths", "add a column group"
-            why = f"{fault}; {fix}"
+                why = f"the images of {source.typed} have no paths; add a column group"
             raise UsageError(f"--group {options.group}: {why}")
     if (groups == NONE).all():
         return None

@@ -111,6 +111,7 @@ def decode_all(
             "fit": options.fit,
         },
         "digest": data_digest(images, targets, keys, groups, rows, names),
+        "group_names": sorted({*listing.groups} - {""}),
         "notes": [*listing.notes, *converted],
         "careful": careful,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.data import held_out
-from ddp_mnist.data.groups import together
+from ddp_mnist.data.groups import keys_of, together
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.errors import DataError, blame
@@ -42,6 +42,7 @@ class ImageData:
     rows: dict[str, np.ndarray]  # int64, of train, test and validation, given or once held out
     files: Path | None = None  # a JSON list of the images' paths in their folder, "" if unknown
     groups: np.ndarray | None = None  # uint64 [N], see groups.py
+    group_names: Sequence[str] = ()  # of all groups, in no order
     test_share: float | None = None  # of all, drawn for want of a test split; 0: all are the test
     has_validation: bool = False  # the data set has such a split; else it is held out of train
     caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
@@ -112,6 +113,13 @@ class ImageData:
         """Return the files, relative to their folder, of those of the rows that have one."""
         files = files_in(self.files) if self.files else []
         return {row: files[row] for row in rows if files and files[row]}
+
+    def groups_of(self, rows: np.ndarray) -> list[str] | None:
+        """Return the names of the rows' groups, "" of an image without; None if there are none."""
+        if self.groups is None:
+            return None
+        named = dict(zip(keys_of(self.group_names).tolist(), self.group_names, strict=True))
+        return [named.get(key, "") for key in self.groups[rows].tolist()]
 
     def per_class(self) -> dict[str, list[int]]:
         """Return the number of images of each class, by split; what was held out is in train."""

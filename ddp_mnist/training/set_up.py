@@ -265,7 +265,7 @@ def open_folder(
 
 
 def acknowledge(world: World) -> None:
-    """Say what a first Ctrl-C does, once on each machine on which it is pressed."""
+    """Tell what a first Ctrl-C does, once on each machine on which it is pressed."""
     if FOLDER_KEY in world.store.received and world.store.rank_info.local_rank == 0:
         tell_at_once("ddp-mnist: stopping after this step")
 

@@ -1,5 +1,6 @@
 """What a finished model answers for each image of a split, and how often it is right."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from ddp_mnist.training.model_file import TrainedModel
 from ddp_mnist.training.scores import are_labels, interval, number_texts
 
 LIMITS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of `by_limit`
-COUNTED = "class n right recall recall_low recall_high"
+COUNTED = "class n groups right recall recall_low recall_high"
 COUNTED += " answered precision precision_low precision_high"
 
 
@@ -41,6 +42,7 @@ class Counts(NamedTuple):
     images: int  # that show it
     right: int  # of these, those for which it was the answer
     answered: int  # all images for which it was the answer
+    groups: int | None = None  # of which its images are, if the data set has groups
 
 
 @torch.inference_mode()
@@ -53,8 +55,8 @@ def answers_of(trained: TrainedModel, images: ImageData, split: str) -> Answers:
     targets, predictions = rows.targets[rows.rows], task.predict(outputs)
     paths = images.files_of(numbers)
     files = [paths.get(number, f"{split} image {row}") for row, number in enumerate(numbers)]
-    losses = task.loss(outputs, targets)
-    return Answers(split, files, targets, predictions, probabilities, losses)
+    losses, groups = task.loss(outputs, targets), images.groups_of(images.rows[split])
+    return Answers(split, files, targets, predictions, probabilities, losses, groups)
 
 
 def written(number: float) -> float:
@@ -132,10 +134,18 @@ def wrong_numbers(task: Task, targets: list[float], predictions: list[float]) ->
 # --- How often it is right
 
 
-def class_counts(names: Sequence[str], matrix: np.ndarray) -> list[Counts]:
-    """Return the counts of each class, from matrix[label, prediction]."""
+def class_counts(
+    names: Sequence[str], matrix: np.ndarray, answers: Answers | None = None
+) -> list[Counts]:
+    """Return the counts of each class, from matrix[label, prediction]; of groups, from answers."""
     counts = (each.tolist() for each in (matrix.sum(1), matrix.diagonal(), matrix.sum(0)))
-    return [Counts(*each) for each in zip(names, *counts, strict=True)]
+    found = [Counts(*each) for each in zip(names, *counts, strict=True)]
+    if not answers or answers.groups is None:
+        return found
+    pairs = zip(answers.targets.tolist(), answers.groups, answers.files, strict=True)
+    there = {(label, group or file) for label, group, file in pairs}  # without one: one each
+    of_class = Counter(label for label, _ in there)
+    return [each._replace(groups=of_class[label]) for label, each in enumerate(found)]
 
 
 def label_counts(task: Task, answers: Answers) -> list[Counts]:
@@ -149,11 +159,11 @@ def label_counts(task: Task, answers: Answers) -> list[Counts]:
 def count_table(counts: Sequence[Counts]) -> Iterator[list[Any]]:
     """Yield classes.csv: a heading, then a row for each class or label; intervals are of 95 %."""
     yield COUNTED.split()
-    for name, images, right, answered in counts:
+    for name, images, right, answered, groups in counts:
         recall, precision = (
             (right / of, *interval(right, of)) if of else (None,) * 3 for of in (images, answered)
         )
-        yield [name, images, right, *recall, answered, *precision]
+        yield [name, images, groups, right, *recall, answered, *precision]
 
 
 def by_limit(answers: Answers) -> list[tuple[float, int, int]]:

@@ -80,7 +80,8 @@ class ReportedRun:
     def counts(self) -> list[Counts]:
         """Return the counts of each class, or else of each label that is known."""
         if self.matrix is not None:
-            return answers.class_counts(self.summary["classes"], self.matrix)
+            tested = self.answers[0] if self.answers else None
+            return answers.class_counts(self.summary["classes"], self.matrix, tested)
         return answers.label_counts(self.task, self.answers[0]) if self.task else []
 
 

@@ -1,5 +1,7 @@
 """How often a model is right, of answers that are made up; real ones are in test_report.py."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -57,16 +59,37 @@ def test_of_numbers_each_row_has_truth_and_answer_and_the_group() -> None:
 def test_each_class_is_counted() -> None:
     matrix = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 5]])
     counts = answers.class_counts(CLASSES, matrix)
-    assert counts == [("cat", 4, 3, 5), ("dog", 0, 0, 1), ("owl", 7, 5, 5)]
+    assert [each[:4] for each in counts] == [("cat", 4, 3, 5), ("dog", 0, 0, 1), ("owl", 7, 5, 5)]
     heading, cat, dog, owl = answers.count_table(counts)
     assert heading == [
-        *("class", "n", "right", "recall", "recall_low", "recall_high"),
+        *("class", "n", "groups", "right", "recall", "recall_low", "recall_high"),
         *("answered", "precision", "precision_low", "precision_high"),
     ]
-    assert cat[:4] == ["cat", 4, 3, 0.75] and cat[6:8] == [5, 0.6]
-    assert cat[4:6] == pytest.approx([0.300642, 0.954413], abs=1e-6)
-    assert dog == ["dog", 0, 0, None, None, None, 1, 0.0, 0.0, pytest.approx(0.793450, abs=1e-6)]
-    assert owl[7:] == [1.0, pytest.approx(0.565518, abs=1e-6), 1.0]
+    assert cat[:5] == ["cat", 4, None, 3, 0.75] and cat[7:9] == [5, 0.6]
+    assert cat[5:7] == pytest.approx([0.300642, 0.954413], abs=1e-6)
+    assert dog == [
+        "dog",
+        0,
+        None,
+        0,
+        None,
+        None,
+        None,
+        1,
+        0.0,
+        0.0,
+        pytest.approx(0.793450, abs=1e-6),
+    ]
+    assert owl[8:] == [1.0, pytest.approx(0.565518, abs=1e-6), 1.0]
+
+
+def test_the_groups_of_each_class_are_counted() -> None:
+    """An image without a group is one by itself."""
+    grouped = dataclasses.replace(OF_CLASSES, groups=["A", "B", "B", ""])
+    matrix = np.array([[1, 0, 0], [1, 0, 0], [0, 1, 1]])
+    assert [each.groups for each in answers.class_counts(CLASSES, matrix, grouped)] == [1, 1, 1]
+    apart = dataclasses.replace(OF_CLASSES, groups=["A", "B", "", "B"])
+    assert [each.groups for each in answers.class_counts(CLASSES, matrix, apart)] == [1, 1, 2]
 
 
 def test_labels_are_counted_and_the_worst_images_told() -> None:
