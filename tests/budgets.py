@@ -29,8 +29,8 @@ FLAGS = {
     " log_every trackers profile quiet dry_run fit class_folder group fold"
     " preset model weights freeze epochs batch_size optimizer lr weight_decay warmup"
     " label_smoothing loss task class_weights augment val_size target_accuracy patience metrics"
-    " grad_accum max_grad_norm inject backend init_method rank world_size local_rank cpu dist_timeout start_timeout"
-    " mixed_precision sync_bn comm_hook compile",
+    " grad_accum max_grad_norm inject backend init_method rank world_size local_rank cpu"
+    " dist_timeout start_timeout mixed_precision sync_bn comm_hook compile",
     "evaluate": "run split dataset cache_dir metrics batch_size json",
     "predict": "run images show top sure digit_photos json csv",
     "report": "run out png dataset cache_dir",
