@@ -171,7 +171,7 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
     if others := why_others(images, run.config, dataset, put_back):
         run.no_mistakes = f"They cannot be shown: {others[0]}."
         return others
-    run.no_mistakes = "There are none."
+    run.no_mistakes = "There is not one."
     images = images.hold_out(run.config["recipe"]["val_size"])
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
     answer(run, trained, images)
