@@ -264,6 +264,7 @@ def run_here(argv: list[str], file: bool) -> tuple[int, str]:
             try:
                 if file:
                     sys.argv = argv
+                    sys.path.insert(0, str(Path.cwd()))  # as `python FILE` does
                     runpy.run_path(argv[0], run_name="__main__")
                 else:
                     cli.main(argv)

@@ -1,4 +1,4 @@
-"""Photos are learned from ImageNet's weights, if they can be had and no flag says otherwise."""
+"""The net of a run without --model: that of its weights, or for photos a pretrained one."""
 
 import urllib.request
 from dataclasses import replace
@@ -19,15 +19,18 @@ from ddp_mnist.training.named_objects import NamedObjects
 ANSWER_S, FETCH_S = 5.0, 300.0  # for the server's first answer, and for all of the 17 MB
 
 
-def choose_pretrained(
+def choose_net(
     config: TrainConfig, found: NamedObjects, world: World
 ) -> tuple[TrainConfig, NamedObjects, str | None]:
-    """Return flags and named objects, with PRETRAINED and its weights if photos are to be learned
-    and neither a net nor weights were asked for; and a sentence if these cannot be had.
+    """Return flags and named objects with a net where none was asked for, if it is known already.
 
-    Rank 0 looks at the images, and all have to have the weights.
+    It is the one whose weights a run has written into the file of --weights; or else, without
+    weights, PRETRAINED if photos are to be learned and ImageNet's weights can be had. A sentence
+    tells if they cannot. Rank 0 looks at the images, and all ranks have to have the weights.
     """
     recipe, flags, store = config.recipe, config.run, world.store
+    if not recipe.model and found.weights and (about := found.weights.about):
+        return replace(config, recipe=replace(recipe, model=about["architecture"])), found, None
     is_open = not (config.resumes or recipe.model or recipe.weights)
     if not is_open or flags.dataset in ("auto", *NAMED):
         return config, found, None

@@ -20,7 +20,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_name, typed_flag
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.mistakes import wrong_on_purpose
-from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.recipe import PRETRAINED, resolve_recipe
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.data import cache
@@ -35,7 +35,7 @@ from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, threads, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, UNKNOWN, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
-from ddp_mnist.training.pretrained import choose_pretrained
+from ddp_mnist.training.pretrained import choose_net
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
@@ -98,7 +98,7 @@ def resolve_run(
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
     asked, found = config, find_named(config, world.store)
-    config, found, lacking = choose_pretrained(config, found, world)
+    config, found, lacking = choose_net(config, found, world)
     if config.recipe.freeze and not found.weights:
         fix = "name them: --weights"
         raise UsageError(f"--freeze: keeps weights, and the net would start from new ones; {fix}")
@@ -108,7 +108,8 @@ def resolve_run(
     if earlier and "dataset" not in config.typed:
         check_still_there(config.run.dataset, f"--resume {earlier.path}")
     name, images = load_images(config, found, world, console)
-    if config.recipe != asked.recipe and images.image_format.kind == "strokes":
+    is_chosen = config.recipe.model == PRETRAINED != asked.recipe.model
+    if is_chosen and images.image_format.kind == "strokes":
         asked = replace(asked, recipe=replace(asked.recipe, weights="none"))
         return resolve_run(asked, world, console, earlier)  # the few that were looked at misled
     if found.weights:

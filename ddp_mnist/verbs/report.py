@@ -27,10 +27,12 @@ from matplotlib.figure import Figure
 from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
 from ddp_mnist.config.flag_fields import flag_name
+from ddp_mnist.config.recipe import PRETRAINED
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import check_still_there, find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
+from ddp_mnist.nets.published import NAME
 from ddp_mnist.system import files
 from ddp_mnist.system.console import Console, warn
 from ddp_mnist.system.locks import is_held
@@ -48,7 +50,6 @@ MOST_WRONG = 24
 LEARNED = 0.9  # of the training images
 WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
-PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
 LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
@@ -260,8 +261,8 @@ def advice(run: ReportedRun) -> str | None:
         what, tries = "the net has learned its images by heart (overfitting)", ["more images"]
         if not recipe["augment"]:
             tries.append("--augment")
-        if not recipe["weights"]:
-            net = "" if recipe["model"].startswith("torchvision:") else f"--model {PRETRAINED} "
+        if recipe["weights"] in (None, "none"):
+            net = "" if NAME.match(recipe["model"]) else f"--model {PRETRAINED} "
             tries.append(f"{net}--weights DEFAULT")
     elif max(trained, other) < LEARNED:
         what = "the net has not learned its images yet (underfitting)"

@@ -106,10 +106,20 @@ def write_photos(folder: Path) -> None:
     shutil.copytree(folder / "test" / "cat", folder.with_name("new_photos"))
 
 
+def write_beetles(folder: Path, photos: Path) -> None:
+    """Write photos in the folders of two species and two cameras, two of each animal."""
+    for number, file in enumerate(sorted(photos.rglob("*.jpg"))):
+        species = {"cat": "ant", "dog": "bee"}[file.parent.name]
+        place = folder / species / f"CAM0{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place / f"A{number // 2:03}_{number % 2}.jpg")
+
+
 @pytest.mark.parametrize("page", TYPED, ids=str)
 def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(page: Path, here: Path) -> None:
     (here / "docs").symlink_to(REPOSITORY / "docs")
     write_photos(here / "photos")
+    write_beetles(here / "beetles", here / "photos")
     everything = ""
     for fence in FENCES[page]:
         if fence.language == "python" and not fence.mark:

@@ -361,7 +361,12 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("trained", "validated", "recipe", "said"),
     [
-        (1.0, 0.56, {}, "images, or --augment, or --model torchvision:resnet18 --weights DEFAULT."),
+        (
+            1.0,
+            0.56,
+            {},
+            "images, or --augment, or --model torchvision:regnet_y_400mf --weights DEFAULT.",
+        ),
         (1.0, 0.56, {"augment": True, "weights": "x"}, "(overfitting). To try next: more images."),
         (0.5, 0.45, {}, "(underfitting). To try next: more --epochs, or a larger --image-size,"),
         (0.97, 0.96, {}, "neither over- nor underfitting. To try next: more images, or more --e"),
