@@ -22,9 +22,9 @@ ANSWER_S, FETCH_S = 5.0, 300.0  # for the server's first answer, and for all of 
 def choose_net(
     config: TrainConfig, found: NamedObjects, world: World
 ) -> tuple[TrainConfig, NamedObjects, str | None]:
-    """Return flags and named objects with a net where none was asked for, if it is known already.
+    """Return flags and named objects with a net if --model names none and it is known already.
 
-    It is the one whose weights a run has written into the file of --weights; or else, without
+    It is that of the run which wrote the file of --weights; or else, without
     weights, PRETRAINED if photos are to be learned and ImageNet's weights can be had. A sentence
     tells if they cannot. Rank 0 looks at the images, and all ranks have to have the weights.
     """
