@@ -86,7 +86,7 @@ def fit(
             # Rate and seed are functions of the step, so a checkpoint holds no scheduler or RNG.
             lr = recipe.learning_rate(progress.step)
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["rate"]
+                group["lr"] = lr * group.get("rate", 1.0)
             seed_forward(device, "step", seed, progress.step, accelerator.process_index)
 
             for part, (images, targets, indices) in enumerate(micro_batches, start=1):

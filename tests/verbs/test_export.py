@@ -33,7 +33,7 @@ from tests.run_checks import untrained
 
 COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 KINDS = ["ladybird", "寺", 'a "moth"', "<b>[l](x)", "*a*|", "e\x1b[2J", *"6789"]
-PAGE = Path("docs/your-photos.md")
+PAGE = Path("docs/in-other-programs.md")
 
 
 @pytest.fixture(scope="module")

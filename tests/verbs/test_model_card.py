@@ -248,6 +248,6 @@ def test_names_are_escaped_only_where_markdown_would_take_them_for_marks() -> No
 
 
 def test_the_page_and_the_card_describe_the_preparation_in_the_same_words() -> None:
-    page = " ".join((REPOSITORY / "docs" / "your-photos.md").read_text().split())
+    page = " ".join((REPOSITORY / "docs" / "in-other-programs.md").read_text().split())
     facts = {"colour": "RGB", "fitted": model_card.FITTED["crop"], "height": 96, "width": 128}
     assert model_card.PREPARATION.format(**facts) in page
