@@ -47,6 +47,7 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
+TABLES = ("classes.csv", "predictions.csv")
 LEARNED = 0.9  # of the training images
 WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
@@ -110,6 +111,8 @@ def run(flags: Report) -> None:
             for form in ("png", "svg"):
                 contents[f"{page.stem}-{key}.{form}"] = plots.as_file(figure, form)
     with files.storage_errors(page, "--out"):
+        for name in TABLES:  # an earlier one may be of other weights
+            page.with_name(prefix + name).unlink(missing_ok=True)
         for name, content in contents.items():
             files.write_atomically(page.with_name(name), content)
             console.print(f"written to {escaped(page.with_name(name))}")
@@ -210,9 +213,10 @@ def as_data_uri(image: torch.Tensor) -> str:
 
 def tables(run: ReportedRun) -> dict[str, bytes]:
     """Return CSV files by name: of the classes or labels, and of each image's answer."""
-    found = {"classes.csv": answers.count_table(run.counts)} if run.counts else {}
+    of_classes, of_images = TABLES
+    found = {of_classes: answers.count_table(run.counts)} if run.counts else {}
     if run.task:
-        found["predictions.csv"] = answers.table(run.task, run.answers)
+        found[of_images] = answers.table(run.task, run.answers)
     return {name: spreadsheet.to_bytes(rows) for name, rows in found.items()}
 
 
