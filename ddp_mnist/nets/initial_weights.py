@@ -62,16 +62,19 @@ def are_fine_tuned(weights: InitialWeights | None, model: str | None) -> bool:
     return bool(weights) and model not in (None, *NETS)
 
 
-def size_for(weights: InitialWeights, model: str | None) -> str | None:
-    """Return the --image-size that suits a net which starts from these weights; None: any."""
+def size_for(weights: InitialWeights, model: str | None) -> tuple[str | None, bool]:
+    """Return the --image-size that suits a net which starts from these weights, None for any; and
+    whether the net gets 2x2 pixels as one.
+    """
     if not are_fine_tuned(weights, model):
-        return None
+        return None, False
     if weights.published and weights.published.is_fixed:
-        return str(weights.published.side)
+        return str(weights.published.side), False
     if weights.about:  # a run's
-        _, height, width = weights.about["preparation"]["shape"]
-        return f"{height}x{width}"
-    return str(FINE_TUNED_SIDE)
+        made = weights.about["preparation"]
+        _, height, width = made["shape"]
+        return f"{height}x{width}", made.get("halved", False)
+    return str(FINE_TUNED_SIDE), True
 
 
 def normalised_for(
