@@ -18,10 +18,9 @@ from ddp_mnist.system.text import did_you_mean
 # resnet18 four times as long, so other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 NAMED = r"timm:[\w.]+|[\w.]+:\w+"  # LIBRARY:NET or MODULE:NAME
-# Of a net that starts from weights: the side of its images, of which it gets 2x2 pixels as one,
-# unless the weights say another; and the learning rate of its last layer, which is new, as a
-# multiple of the others'
-FINE_TUNED_SIDE, HEAD_RATE = 256, 10.0
+# Of a net that starts from weights: the side of its images, unless the weights say another, and the
+# learning rate of its last layer, which is new, as a multiple of the others'
+FINE_TUNED_SIDE, HEAD_RATE = 160, 10.0
 
 
 class Defaults(NamedTuple):

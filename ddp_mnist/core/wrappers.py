@@ -13,8 +13,7 @@ class Normalised(nn.Module):
 
     They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
     same pixels. Mean and deviation, fractions of 255 for each channel, are not buffers: DDP would
-    broadcast those in each step. With `shifted_views`, the net is evaluated by `ShiftedViews`. With
-    `halved`, the net gets the means of 2x2 pixels: a random crop then still has detail to show.
+    broadcast those in each step. With `shifted_views`, the net is evaluated by `ShiftedViews`.
     """
 
     still: Sequence[nn.Module] = ()  # what computes in training as it does in a test
@@ -25,12 +24,10 @@ class Normalised(nn.Module):
         mean: Sequence[float],
         std: Sequence[float],
         shifted_views: bool = False,
-        halved: bool = False,
     ) -> None:
         super().__init__()
         self.net = net
-        self.mean, self.std = mean, std
-        self.shifted_views, self.halved = shifted_views, halved
+        self.mean, self.std, self.shifted_views = mean, std, shifted_views
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -40,7 +37,6 @@ class Normalised(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.to(next(self.net.parameters()).dtype, copy=True)
-        x = F.avg_pool2d(x, 2) if self.halved else x
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
         return self.net(x)

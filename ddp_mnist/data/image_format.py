@@ -27,14 +27,7 @@ class ImageFormat:
     digit_photos: bool
     # The classes are single characters: mirrored, some would be another one or meaningless.
     characters: bool = False
-    halved: bool = False  # the net gets the means of 2x2 pixels, see Normalised
     fit: str = "crop"  # or pad: how an image of another ratio was made one of `shape`
-
-    @property
-    def seen(self) -> Shape:
-        """The shape that the net gets."""
-        channels, height, width = self.shape
-        return (channels, height // 2, width // 2) if self.halved else self.shape
 
     @property
     def kind(self) -> str:

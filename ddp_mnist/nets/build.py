@@ -29,9 +29,8 @@ def build_net(name: str, task: Task, image_format: ImageFormat) -> Normalised:
     # A view of an image may have other numbers, but has the same class.
     shifted_views = name == "cnn_deep" and isinstance(task, Classification)
     with blame(f"--model {name}", UsageError, fix):
-        net = make(task.outputs, image_format.seen)
-        made = image_format.mean, image_format.std, shifted_views, image_format.halved
-        model = Normalised(net, *made)
+        net = make(task.outputs, shape)
+        model = Normalised(net, image_format.mean, image_format.std, shifted_views)
         if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
             with torch.no_grad():
                 model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))

@@ -62,19 +62,16 @@ def are_fine_tuned(weights: InitialWeights | None, model: str | None) -> bool:
     return bool(weights) and model not in (None, *NETS)
 
 
-def size_for(weights: InitialWeights, model: str | None) -> tuple[str | None, bool]:
-    """Return the --image-size that suits a net which starts from these weights, None for any; and
-    whether the net gets 2x2 pixels as one.
-    """
+def size_for(weights: InitialWeights, model: str | None) -> str | None:
+    """Return the --image-size that suits a net which starts from these weights; None: any."""
     if not are_fine_tuned(weights, model):
-        return None, False
+        return None
     if weights.published and weights.published.is_fixed:
-        return str(weights.published.side), False
+        return str(weights.published.side)
     if weights.about:  # a run's
-        made = weights.about["preparation"]
-        _, height, width = made["shape"]
-        return f"{height}x{width}", made.get("halved", False)
-    return str(FINE_TUNED_SIDE), True
+        _, height, width = weights.about["preparation"]["shape"]
+        return f"{height}x{width}"
+    return str(FINE_TUNED_SIDE)
 
 
 def normalised_for(

@@ -42,7 +42,6 @@ def saved_config(
         "digest": images.digest,
         "test_share": images.test_share,
         "left_out": images.left_out,
-        "halved": images.image_format.halved,
         "normalised": [images.image_format.mean, images.image_format.std],
         "fine_tunes": bool(run.recipe.still),
         "trained_on": trained_on,

@@ -102,9 +102,8 @@ def resolve_run(
     if config.recipe.freeze and not found.weights:
         fix = "name them: --weights"
         raise UsageError(f"--freeze: keeps weights, and the net would start from new ones; {fix}")
-    halved = earlier.saved.get("halved", False) if earlier else False
     if found.weights and not config.run.image_size:
-        size, halved = initial_weights.size_for(found.weights, config.recipe.model)
+        size = initial_weights.size_for(found.weights, config.recipe.model)
         config = replace(config, run=replace(config.run, image_size=size))
     if earlier and "dataset" not in config.typed:
         check_still_there(config.run.dataset, f"--resume {earlier.path}")
@@ -114,7 +113,7 @@ def resolve_run(
         asked = replace(asked, recipe=replace(asked.recipe, weights="none"))
         return resolve_run(asked, world, console, earlier)  # the few that were looked at misled
     if found.weights:
-        images = prepared(images, found.weights, config.recipe.model, halved, earlier)
+        images = normalised(images, found.weights, config.recipe.model, earlier)
     if lacking:
         images = replace(images, warnings=[lacking, *images.warnings])
     if earlier:
@@ -135,12 +134,8 @@ def resolve_run(
     return make_run(config, recipe, world, images, found)
 
 
-def prepared(
-    images: ImageData,
-    weights: InitialWeights,
-    model: str | None,
-    halved: bool,
-    earlier: EarlierRun | None,
+def normalised(
+    images: ImageData, weights: InitialWeights, model: str | None, earlier: EarlierRun | None
 ) -> ImageData:
     """Return the images with the mean and deviation that the weights were made with.
 
@@ -151,9 +146,6 @@ def prepared(
     if earlier and not weights.published:
         mean, std = earlier.saved.get("normalised", (found.mean, found.std))
         made = replace(made, mean=tuple(mean), std=tuple(std))
-    if halved:
-        notes = [*made.notes, "the net gets the means of 2x2 pixels"]
-        made = replace(made, halved=True, notes=notes)
     return replace(images, image_format=made)
 
 

@@ -83,13 +83,12 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     about |= dict(zip(("channels", "height", "width"), made.shape, strict=True))
     about |= (normalised := {"mean": made.mean, "std": made.std})
     about |= {name: getattr(made, name) for name in ("bright_on_black", "digit_photos", "fit")}
-    about |= {"halved": made.halved}
     about["preparation"] = metadata(trained)["preparation"]
     found = IN_TIMM.fullmatch(trained.architecture)
     if found and made.shape[0] == 3 and not numbers:
         name = found[1] or found[2]
         about |= {"architecture": name, "num_classes": task.outputs, "label_names": task.names}
-        size = {"num_classes": task.outputs, "input_size": made.seen, "fixed_input_size": False}
+        size = {"num_classes": task.outputs, "input_size": made.shape, "fixed_input_size": False}
         mode = {"crop": "center", "pad": "border"}[made.fit]
         crop = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": mode}
         about["pretrained_cfg"] = {**size, **crop, **normalised}

@@ -201,12 +201,12 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     said = " ".join(printed.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
     note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
-    assert f"images of 40x50 became 256x256; {note}; the net gets the means of 2x2" in said
+    assert f"images of 40x50 became 160x160; {note}" in said
     assert "10 times that in the last layer, BatchNorm keeps its statistics" in said
     (torchvisions / FILE).unlink()
 
     trained = model_file.from_bytes(model_file.read_bytes("run"), "run")
-    assert trained.image_format.shape == (3, 256, 256)
+    assert trained.image_format.shape == (3, 160, 160)
     assert trained.image_format.mean == (0.485, 0.456, 0.406)
     assert trained.image_format.std == (0.229, 0.224, 0.225)
     state = trained.net.net.state_dict()
@@ -214,7 +214,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert all(torch.allclose(state[key], given[key], atol=1e-5) for key in body)
     summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
     assert summary["weights"] == "SqueezeNet1_1_Weights.IMAGENET1K_V1"  # whatever DEFAULT becomes
-    assert note in summary["notes"] and config["run"]["image_size"] == "256"
+    assert note in summary["notes"] and config["run"]["image_size"] == "160"
 
     shutil.copytree("run", "broken")
     Path("broken/checkpoints/step-00000002.pt").unlink()

@@ -76,7 +76,7 @@ def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
 ) -> None:
     lay(checkpoints).rename(checkpoints / FILE)
     told = typed(*PLAN, write(here / "photos")).succeeds()
-    assert FROM in told and "images of 70x80 became 256x256" in told
+    assert FROM in told and "images of 70x80 became 160x160" in told
     assert "pictures: adamw" in told and "typed: --epochs 1, --batch-size 2, --val-size 1" in told
     for flags in (["--weights", "none"], ["--model", "cnn_deep"]):
         told = typed(*PLAN, "photos", *flags).succeeds()
