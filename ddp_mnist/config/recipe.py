@@ -73,8 +73,7 @@ class Recipe(Flags):
 
     preset: str = flag(
         "fast",
-        "fast: short, longer on pictures; accurate: cnn_deep for long, on all images."
-        " Flags override it.",
+        "fast: short, longer on pictures; accurate: for long, on all images. Flags override it.",
         choices=tuple(PRESETS),
     )
     model: str | None = flag(
@@ -87,7 +86,9 @@ class Recipe(Flags):
     )
     freeze: bool = flag(False, "Train the last layer alone; the rest keeps its --weights.")
     epochs: int | None = changeable(
-        None, "Passes over train data [300 steps; pictures: 700 to 2000].", least=1
+        None,
+        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 200].",
+        least=1,
     )
     batch_size: int | None = flag(
         None,
@@ -100,7 +101,10 @@ class Recipe(Flags):
         choices=("adamw", "muon", "sgd"),
     )
     lr: float | None = flag(
-        None, "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001].", above=0, most=100
+        None,
+        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.0005].",
+        above=0,
+        most=100,
     )
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
     warmup: float = flag(0.1, "Share of steps with a rising learning rate.", least=0, below=1)

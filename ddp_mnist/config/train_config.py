@@ -32,7 +32,8 @@ class RunFlags(Flags):
         "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
     )
     image_size: str | None = flag(
-        None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
+        None,
+        "Resize to N or HEIGHTxWIDTH [as it is if equal; else square, to 96 or 224; weights: 160].",
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     fit: str = flag(

@@ -14,7 +14,12 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.task import Score, Task
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import factory_of, is_known
-from ddp_mnist.nets.initial_weights import InitialWeights, about_file, find_weights
+from ddp_mnist.nets.initial_weights import (
+    InitialWeights,
+    about_file,
+    find_weights,
+    read_weights,
+)
 from ddp_mnist.system.files import read_if_whole
 from ddp_mnist.task import find_loss, find_score, find_task
 from ddp_mnist.training.folder import SUMMARY, UNKNOWN, trained_on
@@ -67,6 +72,7 @@ def seen_by(file: Path) -> np.ndarray:
     is_its_own = digest == hashlib.sha256(file.read_bytes()).hexdigest()
     if is_its_own and (known := trained_on(file.parent)).size:
         return known
+    read_weights(str(file))  # one that is damaged is refused before images are decoded
     return np.array([UNKNOWN] if about_file(str(file)) else [], np.uint64)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
-from ddp_mnist.config.recipe import HEAD_RATE
 from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import rows_of_splits
 from ddp_mnist.system.console import Console
@@ -27,8 +27,8 @@ KINDS = {
 
 # What `hold_still` does to a net that starts from weights
 STILL = {
-    "statistics": f"{HEAD_RATE:g} times that in the last layer, BatchNorm keeps its statistics",
-    "body": f"{HEAD_RATE:g} times that in the last layer, which alone is trained",
+    "statistics": "BatchNorm keeps its statistics",
+    "body": "the last layer alone is trained",
 }
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
@@ -63,7 +63,7 @@ def plan_text(run: TrainingRun, folder: Path | None) -> str:
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{run.model}, seed {config.run.seed}"
         + (f", from {printable(str(run.found.weights))}" if run.found.weights else ""),
-        "recipe": recipe_line(config, images, recipe.still),
+        "recipe": recipe_line(config, images, run.recipe),
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*images.warnings, named_lines(lines)])
@@ -77,7 +77,7 @@ def threads_line(run: TrainingRun) -> str:
     return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}"
 
 
-def recipe_line(config: TrainConfig, images: ImageData, still: str = "") -> str:
+def recipe_line(config: TrainConfig, images: ImageData, trained: Recipe | None = None) -> str:
     """Return how the images are trained on, for which it was chosen, and the flags that were typed.
 
     A resumed run keeps its original settings, except these flags.
@@ -88,9 +88,12 @@ def recipe_line(config: TrainConfig, images: ImageData, still: str = "") -> str:
     parts = [
         f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
         " the steps",
-        *([STILL[still]] if still else ()),
-        changed,
     ]
+    if trained and trained.head_rate != 1:
+        parts.append(f"{trained.head_rate:g} times that in the last layer")
+    if trained and trained.still:
+        parts.append(STILL[trained.still])
+    parts.append(changed)
     if recipe.task or recipe.loss:
         parts.append(f"task {recipe.task}" if recipe.task else f"loss {recipe.loss}")
     elif smoothing := recipe.label_smoothing:

@@ -95,7 +95,7 @@ def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
     assert ended.code == 2 and "error: --freeze: keeps weights, and the net would" in ended.err
     flags = [*FLAGS.split(), "photos", "--image-size", 64, "--freeze", "--checkpoint-every", 1]
     told = typed("train", *flags, "--run-dir", "run").succeeds()
-    assert "times that in the last layer, which alone is trained" in told
+    assert "times that in the last layer, the last layer alone is trained" in told
     net = load_file("run/model.safetensors")
     assert {key for key in net if not torch.equal(net[key], given[key])} == {"fc.weight", "fc.bias"}
     summary = read_json(Path("run/summary.json"))
