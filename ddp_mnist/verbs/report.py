@@ -40,16 +40,19 @@ from ddp_mnist.system.text import escaped, finite, printable
 from ddp_mnist.task import Task, options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
-from ddp_mnist.training.scores import MANY_CLASSES, are_labels, most_confused, share_text, unpacked
+from ddp_mnist.training.scores import MANY_CLASSES, most_confused, share_text, unpacked
 from ddp_mnist.verbs import answers, plots, spreadsheet
 from ddp_mnist.verbs.answers import Answers, Counts
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-TABLES = ("classes.csv", "predictions.csv")
+TABLES = {"classes.csv": answers.COUNTED, "predictions.csv": answers.IMAGE}  # and how they begin
 LEARNED = 0.9  # of the training images
-WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
+# Of a confusion matrix, in em: its width at which it begins to shrink, a letter's, what is around
+# the text of a cell, and the bounds of the text of a row's head and of a column; all by eye
+WIDEST, WIDE, BORDER = 72, 0.62, 1
+LEAST_HEAD, MOST_HEAD, LEAST_COLUMN, MOST_COLUMN = 3, 14, 2, 8
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 # Entries of summary.json that are not among the settings
 LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
@@ -111,8 +114,11 @@ def run(flags: Report) -> None:
             for form in ("png", "svg"):
                 contents[f"{page.stem}-{key}.{form}"] = plots.as_file(figure, form)
     with files.storage_errors(page, "--out"):
-        for name in TABLES:  # an earlier one may be of other weights
-            page.with_name(prefix + name).unlink(missing_ok=True)
+        for name, heading in TABLES.items():  # an earlier page's may be of other weights
+            begins = f"{spreadsheet.MARK}{','.join(heading)}".encode()
+            table = page.with_name(prefix + name)
+            if table.is_file() and table.read_bytes().startswith(begins):
+                table.unlink()
         for name, content in contents.items():
             files.write_atomically(page.with_name(name), content)
             console.print(f"written to {escaped(page.with_name(name))}")
@@ -192,7 +198,7 @@ def answer(run: ReportedRun, trained: model_file.TrainedModel, images: ImageData
         wrong = answers.most_certain_mistakes(test, task.names, MOST_WRONG)
     else:
         wrong = answers.worst_numbers(test, task, MOST_WRONG)
-        columns = zip(task.names, are_labels(task), test.predictions.T, test.targets.T, strict=True)
+        columns = zip(task.names, task.are_labels, test.predictions.T, test.targets.T, strict=True)
         run.scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
     pixels = (torch.from_numpy(images.images[images.rows["test"][row]]) for row in wrong)
     run.mistakes = [
@@ -222,7 +228,12 @@ def tables(run: ReportedRun) -> dict[str, bytes]:
 
 def pictures(run: ReportedRun) -> dict[str, Figure]:
     """Return the figures that the page has besides curves, by the end of their files' names."""
-    found = {"scatter-" + re.sub(r"[^\w.-]+", "_", name): run.scatter[name] for name in run.scatter}
+    found = dict[str, Figure]()
+    for name, figure in run.scatter.items():
+        key = "scatter-" + re.sub(r"[^\w.-]+", "_", name)
+        while key in found:  # columns `a b` and `a_b`
+            key += "_"
+        found[key] = figure
     if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
         found["confusion"] = plots.confusion(run.summary["classes"], run.matrix)
     return found
@@ -240,7 +251,7 @@ def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     held = [each for each in run.answers if each.split == "validation" and run.matrix is not None]
     facts["limits"] = answers.by_limit(held[0]) if held else []
     facts["validated"] = len(held[0].files) if held else 0
-    functions = (advice, main_confusion, most_confused, parts_of, share_text)
+    functions = (advice, main_confusion, most_confused, share_text)
     named = {each.__name__: each for each in functions}
     return render("report.html", many=MANY_CLASSES, most=MOST_WRONG, **facts, **named)
 
@@ -280,11 +291,6 @@ def advice(run: ReportedRun) -> str | None:
     )
 
 
-def parts_of(path: str) -> list[str]:
-    """Return a file's path in the parts after which a line may break: never within a suffix."""
-    return re.findall(r"[^/_ -]+[/_ -]*|[/_ -]+", path)
-
-
 def main_confusion(matrix: np.ndarray, label: int) -> tuple[int, int]:
     """Return the class that most images of another were taken for, and how many."""
     wrong = np.where(np.arange(len(matrix)) == label, 0, matrix[label])
@@ -295,12 +301,15 @@ def matrix_sizes(names: list[str], matrix: np.ndarray) -> dict[str, Any]:
     """Return the widths of a confusion matrix, in em: of a row's head, a column, and all of it.
 
     Names head the columns if they fit side by side, perhaps in several lines; else they stand
-    upright.
+    upright. Longer names than a head takes, or a column, go on in another line.
     """
-    longest, digits = (0.62 * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
-    head, column = round(min(max(longest, 3), 14) + 1, 1), max(digits, min(longest, 8), 2) + 1
+    longest, digits = (WIDE * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
+    head = min(max(longest, LEAST_HEAD), MOST_HEAD) + BORDER
+    column = max(digits, min(longest, MOST_COLUMN), LEAST_COLUMN) + BORDER
     upright = head + len(names) * column > WIDEST
-    column = round(max(digits + 0.5, 1.5) if upright else column, 1)
+    if upright:  # a name is one line high, and the digits may be closer
+        column = max(digits + BORDER / 2, 1.5)
+    head, column = round(head, 1), round(column, 1)
     whole = round(head + len(names) * column, 1)
     return {"head": head, "column": column, "whole": whole, "upright": upright}
 

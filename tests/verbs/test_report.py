@@ -16,13 +16,14 @@ import numpy as np
 import pandas
 import PIL.Image
 import pytest
+from matplotlib.figure import Figure
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.scores import share_text
-from ddp_mnist.verbs import plots, report
+from ddp_mnist.verbs import answers, plots, report, spreadsheet
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
@@ -270,10 +271,13 @@ def test_a_run_without_a_result_says_why(
     shutil.copytree(first, run := tmp_path / "run")
     (run / "status.json").write_text(json.dumps({"state": state, "step": 7, "error": error}))
     (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
+    (run / "classes.csv").write_bytes(spreadsheet.to_bytes([answers.COUNTED]))  # of its first end
+    (run / "predictions.csv").write_text("not a report's\n")
     with RunFolder() as writing:
         if here:
             writing.open(run)
         [path] = write(run)
+    assert not (run / "classes.csv").exists() and (run / "predictions.csv").exists()
     text, accuracy = words(path), f"{summary_of(run)['test_accuracy']:.4f}"
     assert figures(path.read_text()) == {}
     assert sentence in text
@@ -334,6 +338,8 @@ def test_of_numbers_the_page_counts_labels_and_names_the_worst_images(first: Pat
     assert f"winged 2 1 1 0 {share_text(1, 2)} {share_text(1, 1)}" in shown
     assert f"spotted 1 0 1 1 {share_text(0, 1)} {share_text(0, 1)}" in shown
     assert {"classes.csv", "predictions.csv"} == report.tables(run).keys()
+    run.scatter = {"a b": Figure(), "a_b": Figure()}
+    assert [*report.pictures(run).values()] == [*run.scatter.values()]  # none is lost
 
 
 # --- What to make of it
