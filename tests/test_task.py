@@ -98,9 +98,7 @@ def proof(folder: Path, run_dir: str) -> TrainConfig:
     return with_flags(config, dataset=str(folder))
 
 
-def test_labels_are_known_by_their_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_are_known_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a model tells of itself which of its columns were 0 and 1 in training, or only 0."""
     own = "from ddp_mnist.task import Task\n\nclass Four(Task):\n    columns = (*'abcd',)\n"
     own_module("four", own, tmp_path, monkeypatch)

@@ -168,11 +168,11 @@ def of_timm(net: str, typed: str) -> Published:
     import timm
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    if typed != "DEFAULT" or not timm.is_model_pretrained(net):
+    made = timm.get_pretrained_cfg(net) if timm.is_model_pretrained(net) else None
+    if typed != "DEFAULT" or not made:
         known = ", ".join(timm.list_pretrained(f"{net.partition('.')[0]}*")) or "none"
         fix = f"give --weights DEFAULT and one of these nets: {known}"
         raise UsageError(f"--weights {typed}: timm:{net} has none of that name; {fix}")
-    made = timm.get_pretrained_cfg(net)
     if isinstance(made.classifier, tuple):  # as of distilled ones
         fault = f"timm:{net} has several last layers, {' and '.join(made.classifier)}"
         raise UsageError(f"--weights {typed}: {fault}; name a net with one")

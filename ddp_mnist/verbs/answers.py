@@ -84,7 +84,7 @@ def table(task: Task, splits: Sequence[Answers]) -> Iterator[list[Any]]:
     for each in splits:
         for row, file in enumerate(each.files):
             group = each.groups[row] if each.groups else ""
-            pair = each.targets[row].tolist(), each.predictions[row].tolist()
+            pair: list[Any] = [of[row].tolist() for of in (each.targets, each.predictions)]
             if of_classes:
                 shares = each.probabilities[row].double().round(decimals=6).tolist()
                 shares = [shares[label] for label in pair] if are_many else shares

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,19 @@ TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
-@dataclass
+@dataclass(frozen=True)
+class Answered:
+    """What the model of a finished run answers."""
+
+    task: Task
+    splits: Sequence[Answers]  # of the test, and of the validation if there is one
+    mistakes: Sequence[dict[str, Any]]  # the most certain ones, or the worst, first
+    scatter: dict[str, Figure]  # by the column of numbers
+
+
+@dataclass(frozen=True)
 class ReportedRun:
-    """The content of a run folder, and its model's answers and mistakes."""
+    """The content of a run folder, and what its model answers."""
 
     path: Path
     name: str  # of the folder
@@ -68,11 +78,8 @@ class ReportedRun:
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     summary: dict[str, Any]  # perhaps from before a resume; {} if it has never finished
     status: dict[str, Any]  # its state may be "killed" too
-    mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones, or the worst, first
-    no_mistakes: str = "The run has not finished."  # why none are shown
-    task: Task | None = None  # None if the model's answers are not known
-    answers: Sequence[Answers] = ()  # for the test, and for the validation if there is one
-    scatter: dict[str, Figure] = field(default_factory=dict)  # by the column of numbers
+    answered: Answered | None = None
+    why_not: str = "The run has not finished."
 
     @property
     def matrix(self) -> np.ndarray | None:
@@ -84,10 +91,11 @@ class ReportedRun:
     @property
     def counts(self) -> list[Counts]:
         """Return the counts of each class, or else of each label that is known."""
+        found = self.answered
         if self.matrix is not None:
-            tested = self.answers[0] if self.answers else None
+            tested = found.splits[0] if found else None
             return answers.class_counts(self.summary["classes"], self.matrix, tested)
-        return answers.label_counts(self.task, self.answers[0]) if self.task else []
+        return answers.label_counts(found.task, found.splits[0]) if found else []
 
 
 def run(flags: Report) -> None:
@@ -98,8 +106,9 @@ def run(flags: Report) -> None:
     files.check_place(flags.out, "--out", ".html")
     console = Console(True)
     console.print("reading    the run and its predictions")
-    run = read_run(Path(flags.run))
-    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
+    run, changed = read_run(Path(flags.run)), None
+    if run.status["state"] == "finished":
+        run, changed = with_answers(run, flags)
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
     page = Path(flags.out or run.path / "report.html")
@@ -153,10 +162,10 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
-    """Fill in a finished run's answers and mistakes, or `no_mistakes` if they cannot be known.
+def with_answers(run: ReportedRun, flags: Report) -> tuple[ReportedRun, tuple[str, str] | None]:
+    """Return a finished run with what its model answers, or with why that cannot be known.
 
-    Return why the images are not those of the run, and what to do; None if they are.
+    Return too why the images are not those of the run, and what to do; None if they are.
     """
     saved = run.config["run"]
     dataset = flags.dataset or saved["dataset"]
@@ -174,37 +183,33 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
             raise DataError(f"the test images are not in the cache of this machine; {fix}")
         images = cache.load(dataset, cache_dir, options)
     except DdpMnistError as error:
-        run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
-        return None
+        return replace(run, why_not=f"They cannot be shown: {error}."), None
     put_back = "put them back, or name a copy of them with --dataset"
     if others := why_others(images, run.config, dataset, put_back):
-        run.no_mistakes = f"They cannot be shown: {others[0]}."
-        return others
-    run.no_mistakes = "There is not one."
+        return replace(run, why_not=f"They cannot be shown: {others[0]}."), others
     images = images.hold_out(run.config["recipe"]["val_size"])
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
-    answer(run, trained, images)
-    return None
+    return replace(run, answered=answer(trained, images)), None
 
 
-def answer(run: ReportedRun, trained: model_file.TrainedModel, images: ImageData) -> None:
-    """Fill in the answers, the mistakes, and a scatter of each column of numbers."""
-    splits = [split for split in ("test", "validation") if len(images.rows[split])]
-    run.task = task = trained.task
-    run.answers = [answers.answers_of(trained, images, split) for split in splits]
-    test = run.answers[0]
+def answer(trained: model_file.TrainedModel, images: ImageData) -> Answered:
+    """Return the answers, the mistakes, and a scatter of each column of numbers."""
+    names = [split for split in ("test", "validation") if len(images.rows[split])]
+    splits = [answers.answers_of(trained, images, split) for split in names]
+    test, task, scatter = splits[0], trained.task, dict[str, Figure]()
     if images.classes:
         wrong = answers.most_certain_mistakes(test, task.names, MOST_WRONG)
     else:
         wrong = answers.worst_numbers(test, task, MOST_WRONG)
         columns = zip(task.names, task.are_labels, test.predictions.T, test.targets.T, strict=True)
-        run.scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
+        scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
     pixels = (torch.from_numpy(images.images[images.rows["test"][row]]) for row in wrong)
-    run.mistakes = [
+    mistakes = [
         {"place": printable(test.files[row]), "png": as_data_uri(image), **facts}
         for (row, facts), image in zip(wrong.items(), pixels, strict=True)
     ]
+    return Answered(task, splits, mistakes, scatter)
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -221,15 +226,15 @@ def tables(run: ReportedRun) -> dict[str, bytes]:
     """Return CSV files by name: of the classes or labels, and of each image's answer."""
     of_classes, of_images = TABLES
     found = {of_classes: answers.count_table(run.counts)} if run.counts else {}
-    if run.task:
-        found[of_images] = answers.table(run.task, run.answers)
+    if run.answered:
+        found[of_images] = answers.table(run.answered.task, run.answered.splits)
     return {name: spreadsheet.to_bytes(rows) for name, rows in found.items()}
 
 
 def pictures(run: ReportedRun) -> dict[str, Figure]:
     """Return the figures that the page has besides curves, by the end of their files' names."""
     found = dict[str, Figure]()
-    for name, figure in run.scatter.items():
+    for name, figure in run.answered.scatter.items() if run.answered else ():
         key = "scatter-" + re.sub(r"[^\w.-]+", "_", name)
         while key in found:  # columns `a b` and `a_b`
             key += "_"
@@ -245,10 +250,12 @@ def pictures(run: ReportedRun) -> dict[str, Figure]:
 def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     facts = {"run": run, "curves": curves, "settings": settings_of(run)}
-    facts["scatter"] = {n: plots.as_svg(f, f"scatter {n}") for n, f in run.scatter.items()}
+    scatter = run.answered.scatter if run.answered else {}
+    splits = run.answered.splits if run.answered else ()
+    facts["scatter"] = {n: plots.as_svg(f, f"scatter {n}") for n, f in scatter.items()}
     if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
         facts["sizes"] = matrix_sizes(run.summary["classes"], run.matrix)
-    held = [each for each in run.answers if each.split == "validation" and run.matrix is not None]
+    held = [each for each in splits if each.split == "validation" and run.matrix is not None]
     facts["limits"] = answers.by_limit(held[0]) if held else []
     facts["validated"] = len(held[0].files) if held else 0
     functions = (advice, main_confusion, most_confused, share_text)
