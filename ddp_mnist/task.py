@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,10 +41,13 @@ def make_task(
     """
     targets = train.targets[train.rows]
     if recipe.task:
+        numbers = targets.double()
         # Equal numbers have no deviation.
-        scales = [each or 1.0 for each in targets.double().std(0, correction=0).tolist()]
+        scales = [each or 1.0 for each in numbers.std(0, correction=0).tolist()]
         with blame(f"{TASK} {recipe.task}", UsageError):
-            return find_task(recipe.task)(targets.double().mean(0).tolist(), scales)
+            task = find_task(recipe.task)(numbers.mean(0).tolist(), scales)
+        task.are_labels = ((numbers == 0) | (numbers == 1)).all(0).tolist()
+        return task
     weights = balanced(targets).to(device) if recipe.class_weights == "balanced" else None
     loss = find_loss(recipe.loss)
     return Classification(classes, loss, scores or {}, recipe.label_smoothing, weights)
@@ -54,7 +58,12 @@ def task_from(about: dict[str, Any], names: list[str], run: str) -> Task:
     if not about.get("task"):
         return Classification(names)
     own_code.check_unchanged(TASK, about["task"], about["code"], run)
-    return find_task(about["task"])(about["mean"], about["std"])
+    task = find_task(about["task"])(about["mean"], about["std"])
+    # Earlier versions did not write it: of numbers from 0 to 1, only labels have this variance.
+    pairs = zip(task.mean, task.std, strict=True)
+    guesses = [math.isclose(std**2, mean * (1 - mean), rel_tol=1e-9) for mean, std in pairs]
+    task.are_labels = about.get("are_labels", guesses)
+    return task
 
 
 def about_task(task: Task) -> dict[str, Any]:
@@ -63,7 +72,7 @@ def about_task(task: Task) -> dict[str, Any]:
         return {}
     name = f"{type(task).__module__}:{type(task).__qualname__}"
     found = {"task": name, "code": own_code.digest(TASK, name)}
-    return found | {"mean": [*task.mean], "std": [*task.std]}
+    return found | {"mean": [*task.mean], "std": [*task.std], "are_labels": task.are_labels}
 
 
 def find_task(name: str) -> type[Task]:

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.core.batches import Rows
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import read_json
-from ddp_mnist.task import options_of
+from ddp_mnist.task import about_task, make_task, options_of, task_from
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs.verify import watch
 from tests.commands import Typed
@@ -94,6 +96,20 @@ def proof(folder: Path, run_dir: str) -> TrainConfig:
     given = {"task": "my_task:Spot", "model": "mlp", "epochs": 15, "batch_size": 24, "patience": 15}
     config = watch.proof_config(run_dir, **given, lr=0.02)
     return with_flags(config, dataset=str(folder))
+
+
+def test_labels_are_known_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a model tells of itself which of its columns were 0 and 1 in training, or only 0."""
+    own = "from ddp_mnist.task import Task\n\nclass Four(Task):\n    columns = (*'abcd',)\n"
+    own_module("four", own, tmp_path, monkeypatch)
+    columns = [[0.0] * 9, [1.0] * 9, [0.0, *[1.0] * 8], [*[0.5] * 8, 2.0]]
+    rows = Rows(torch.zeros(9, 1, 1, 1), torch.tensor(columns).T, torch.arange(9))
+    task = make_task(Recipe(task="four:Four"), [], rows, torch.device("cpu"))
+    assert task.are_labels == [True, True, True, False]
+    about = json.loads(json.dumps(about_task(task)))
+    assert task_from(about, [], "run").are_labels == task.are_labels
+    del about["are_labels"]  # of an earlier version
+    assert task_from(about, [], "run").are_labels[2]
 
 
 def test_it_is_trained_resumed_and_used_like_any_other(

@@ -23,7 +23,7 @@ class Task:
     The targets of an image are the numbers in `columns` of its row, float32 [B, columns] for a
     batch. The outputs are what the net returns for it, float [B, outputs]; in double precision for
     a run in float64. `mean` and `std` are the targets' over the train images, one for each column;
-    classes have neither.
+    `are_labels` tells whether all of them are 0 or 1. Classes have none of these.
     """
 
     columns: tuple[str, ...] = ()  # of the table of the images
@@ -34,6 +34,7 @@ class Task:
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std, self.names = mean, std, [*self.columns]
         self.outputs = self.outputs or len(self.columns)
+        self.are_labels = [False] * len(self.columns)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each image's loss, float [B], which training minimises."""

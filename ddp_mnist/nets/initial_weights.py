@@ -90,11 +90,21 @@ def normalised_for(
     as_for = made.title if made else "ImageNet"
     if weights.about:
         mean, std = (weights.about["preparation"][name] for name in ("mean", "std"))
-        as_for = weights.typed
+        as_for = "the run of --weights"  # where it lies is not for others
     if image_format.shape[0] != len(mean):  # a run's on grey images may have one channel
         mean, std = ((sum(each) / len(each),) * image_format.shape[0] for each in (mean, std))
     notes = [*image_format.notes, f"normalised as for {as_for}"]
     return dataclasses.replace(image_format, mean=tuple(mean), std=tuple(std), notes=notes)
+
+
+def guess_of(weights: InitialWeights, model: str | None, image_format: ImageFormat) -> str | None:
+    """Return what was guessed about the images, if nothing tells; else None."""
+    is_told = weights.published or weights.about or NAME.match(model or "")
+    if is_told or not are_fine_tuned(weights, model):
+        return None
+    _, height, width = image_format.shape
+    guess = f"so {height}x{width} and ImageNet's mean and deviation are a guess"
+    return f"--weights {weights.typed}: does not tell how its images were made, {guess}"
 
 
 # --- Load them into the net

@@ -168,11 +168,14 @@ def of_timm(net: str, typed: str) -> Published:
     import timm
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    made = timm.get_pretrained_cfg(net)
-    if typed != "DEFAULT" or not made or not made.has_weights:
-        known = ", ".join(timm.list_pretrained(f"{net}*")) or "none"
+    made = timm.get_pretrained_cfg(net) if timm.is_model_pretrained(net) else None
+    if typed != "DEFAULT" or not made:
+        known = ", ".join(timm.list_pretrained(f"{net.partition('.')[0]}*")) or "none"
         fix = f"give --weights DEFAULT and one of these nets: {known}"
         raise UsageError(f"--weights {typed}: timm:{net} has none of that name; {fix}")
+    if isinstance(made.classifier, tuple):  # as of distilled ones
+        fault = f"timm:{net} has several last layers, {' and '.join(made.classifier)}"
+        raise UsageError(f"--weights {typed}: {fault}; name a net with one")
     return Published(
         title=f"timm:{made.architecture}.{made.tag}",
         side=made.input_size[1],

@@ -72,7 +72,7 @@ def summarise(run: TrainingRun, state: State, test: EvalResult) -> dict[str, Any
         **test.details,
         **({"confusion": scores.packed(test.details["confusion"])} if images.classes else {}),
         "machine": hardware.describe() | {"gpu": gpu},
-        "versions": package_versions(),
+        "versions": package_versions(recipe.model),
         "git": git_commit(),
     }
 

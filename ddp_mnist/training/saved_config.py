@@ -57,7 +57,7 @@ def saved_config(
             "--comm-hook": config.distribution.comm_hook,
             "threads": torch.get_num_threads(),
             "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-            **runtime_facts(world),
+            **runtime_facts(world, config.recipe.model),
         },
     }
 
@@ -95,15 +95,15 @@ def must_be_equal(run: TrainingRun) -> dict[str, Any]:
         "the images that --weights has seen": str(sum(images.left_out)),
     }
     last_bits = {LAST_BITS: run.step_digest}  # last, as most of what differs above changes it
-    return of_images | flags | own_code | runtime_facts(run.world) | last_bits
+    return of_images | flags | own_code | runtime_facts(run.world, config.recipe.model) | last_bits
 
 
-def runtime_facts(world: World) -> dict[str, Any]:
+def runtime_facts(world: World, model: str | None) -> dict[str, Any]:
     """Return how this process communicates and computes, and with which code."""
     return {
         "--backend": world.backend,
         "--mixed-precision": world.precision,
         "--compile": world.compiled_by,
-        **package_versions(),
+        **package_versions(model),
         "the code's digest": code_digest(),
     }

@@ -58,19 +58,9 @@ def share_text(right: int, images: int) -> str:
     return f"{share} ({low} to {high})"
 
 
-def are_labels(task: Task) -> list[bool]:
-    """Return, for each column of a task of numbers, whether each of its train images has 0 or 1.
-
-    Of numbers from 0 to 1 with this mean, only those have the variance mean (1 - mean): R. Bhatia
-    and C. Davis, A better bound on the variance, 2000.
-    """
-    pairs = zip(task.mean, task.std, strict=True)
-    return [math.isclose(std**2, mean * (1 - mean), rel_tol=1e-9) for mean, std in pairs]
-
-
 def number_texts(task: Task, numbers: Sequence[float]) -> list[str]:
     """Return the predictions of a task of numbers as they are printed; labels get two decimals."""
-    pairs = zip(numbers, are_labels(task), strict=True)
+    pairs = zip(numbers, task.are_labels, strict=True)
     return [f"{x:z.2f}" if is_label else f"{x:.4g}" for x, is_label in pairs]
 
 

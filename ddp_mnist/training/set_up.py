@@ -146,7 +146,9 @@ def normalised(
     if earlier and not weights.published:
         mean, std = earlier.saved.get("normalised", (found.mean, found.std))
         made = replace(made, mean=tuple(mean), std=tuple(std))
-    return replace(images, image_format=made)
+    guess = None if earlier else initial_weights.guess_of(weights, model, made)
+    images = replace(images, image_format=made)
+    return images.with_caveat(guess) if guess else images
 
 
 def load_images(

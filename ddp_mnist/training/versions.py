@@ -14,9 +14,13 @@ from ddp_mnist.system.text import quoted
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 
 
-def package_versions() -> dict[str, str]:
-    """Return Python's and each package's version, from metadata: imports would cost seconds."""
-    return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+def package_versions(model: str | None = None) -> dict[str, str]:
+    """Return Python's and each package's version, from metadata: imports would cost seconds.
+
+    With the net of --model, they are those of its library too.
+    """
+    names = [*PACKAGES, "timm"] if (model or "").startswith("timm:") else PACKAGES
+    return {"python": platform.python_version()} | {name: version_of(name) for name in names}
 
 
 def version_of(package: str) -> str:

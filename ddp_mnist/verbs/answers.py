@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from ddp_mnist.core.evaluation import eval_batch_size
-from ddp_mnist.core.task import Task
+from ddp_mnist.core.task import Classification, Task
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
 from ddp_mnist.system.text import shown_name
 from ddp_mnist.training.model_file import TrainedModel
-from ddp_mnist.training.scores import are_labels, interval, number_texts
+from ddp_mnist.training.scores import MANY_CLASSES, interval, number_texts
 
 LIMITS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of `by_limit`
-COUNTED = "class n groups right recall recall_low recall_high"
-COUNTED += " answered precision precision_low precision_high"
+COUNTED = (
+    *("class", "n", "groups", "right", "recall", "recall_low", "recall_high"),
+    *("answered", "precision", "precision_low", "precision_high"),
+)
+IMAGE = ("file", "split", "group")  # of which a row of predictions.csv is
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,25 @@ def written(number: float) -> float:
 def table(task: Task, splits: Sequence[Answers]) -> Iterator[list[Any]]:
     """Yield predictions.csv: a heading, then a row for each image.
 
-    Of classes it is the truth, the answer and the probability of each; of a task of numbers, truth
-    and answer of each column.
+    Of classes it is the truth, the answer and the probability of each; or of these two alone, if
+    there are more than MANY_CLASSES. Of a task of numbers it is truth and answer of each column.
     """
-    numbers = [f"{kind}_{name}" for name in task.names for kind in ("truth", "answer")]
-    of_classes = bool(splits[0].probabilities.numel())
-    columns = ["truth", "answer", *task.names] if of_classes else numbers
-    yield ["file", "split", "group", *columns]
+    of_classes = isinstance(task, Classification)
+    are_many = of_classes and len(task.names) > MANY_CLASSES
+    columns = ["truth", "answer", *task.names]
+    if are_many:
+        columns = ["truth", "answer", "truth_probability", "answer_probability"]
+    if not of_classes:
+        columns = [f"{kind}_{name}" for name in task.names for kind in ("truth", "answer")]
+    yield [*IMAGE, *columns]
     for each in splits:
-        groups = each.groups or [""] * len(each.files)
-        given = each.targets.tolist(), each.predictions.tolist()
-        shares = (row.double().round(decimals=6).tolist() for row in each.probabilities)
-        for file, group, *pair, of_each in zip(each.files, groups, *given, shares, strict=True):
+        for row, file in enumerate(each.files):
+            group = each.groups[row] if each.groups else ""
+            pair: list[Any] = [of[row].tolist() for of in (each.targets, each.predictions)]
             if of_classes:
-                cells = [*(task.names[label] for label in pair), *of_each]
+                shares = each.probabilities[row].double().round(decimals=6).tolist()
+                shares = [shares[label] for label in pair] if are_many else shares
+                cells = [*(task.names[label] for label in pair), *shares]
             else:
                 cells = [written(x) for both in zip(*pair, strict=True) for x in both]
             yield [file, each.split, group, *cells]
@@ -121,7 +129,7 @@ def wrong_numbers(task: Task, targets: list[float], predictions: list[float]) ->
     """Return an image's predicted numbers next to the true ones; of labels, the wrong ones."""
     names = [shown_name(name) for name in task.names]
     texts = (number_texts(task, each) for each in (targets, predictions))
-    columns = zip(names, are_labels(task), targets, predictions, *texts, strict=True)
+    columns = zip(names, task.are_labels, targets, predictions, *texts, strict=True)
     told = []
     for name, is_label, target, prediction, is_text, said_text in columns:
         if not is_label:
@@ -153,12 +161,12 @@ def label_counts(task: Task, answers: Answers) -> list[Counts]:
     there, said = answers.targets > 0.5, answers.predictions > 0.5
     sums = (each.sum(0).tolist() for each in (there, there & said, said))
     counts = [Counts(*each) for each in zip(task.names, *sums, strict=True)]
-    return [each for each, is_label in zip(counts, are_labels(task), strict=True) if is_label]
+    return [each for each, is_label in zip(counts, task.are_labels, strict=True) if is_label]
 
 
 def count_table(counts: Sequence[Counts]) -> Iterator[list[Any]]:
     """Yield classes.csv: a heading, then a row for each class or label; intervals are of 95 %."""
-    yield COUNTED.split()
+    yield [*COUNTED]
     for name, images, right, answered, groups in counts:
         recall, precision = (
             (right / of, *interval(right, of)) if of else (None,) * 3 for of in (images, answered)

@@ -34,8 +34,10 @@ FITTED = {
 DIGITS = "; a digit in a photo that is not 28x28 is cut out first, as ddp-mnist predict does it"
 # timm's nets, and those of torchvision's whose parameters have the same names there
 IN_TIMM = re.compile(r"timm:(\w+).*|torchvision:((?:wide_)?resnet\d+\w*|resnext\d+\w+|densenet\d+)")
-# What is told of a note on the images: numbers, but no name behind them
-COUNTS = re.compile(r"([\d,]+ of [\d,]+ images|images of|normalised as for) .*?(?=: |, as |$)")
+# What is told of a note on the images: numbers, but no name behind them, nor an earlier run's file
+COUNTS = re.compile(
+    r"([\d,]+ of [\d,]+ images|images of|normalised as for(?!.*\.safetensors$)) .*?(?=: |, as |$)"
+)
 SETTINGS = (
     "epochs batch_size optimizer lr weight_decay warmup label_smoothing class_weights augment"
 )

@@ -51,18 +51,21 @@ def run(flags: Predict) -> None:
     """Print a line for each image: of CSV if asked, of a table on a terminal, else of JSON."""
     console, as_table = Console(True), sys.stdout.isatty() and not (flags.json or flags.csv)
     trained = load(flags)
+    lines: Iterable[Any]
     if flags.csv:
         flags = dataclasses.replace(flags, top=len(trained.task.names))
-        spreadsheet.print_rows(csv_rows(answer(flags, trained), trained.task), bool(flags.show))
-        return
-    if as_table:
+        lines = csv_rows(answer(flags, trained), trained.task)
+    elif as_table:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
         lines = table(answer(flags, trained), files, trained.task)
     else:
         lines = map(as_json, answer(flags, trained))
-    for line in lines:
-        console.print(line)
+    for number, line in enumerate(lines):
+        if flags.csv:
+            spreadsheet.print_row(console, line, is_first=number == 0)
+        else:
+            console.print(line)
         if not (console.verbose or flags.show):
             return  # the reader has closed the pipe
     if as_table and flags.show:

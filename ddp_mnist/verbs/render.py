@@ -19,9 +19,15 @@ def markdown(text: object) -> str:
     return re.sub(MARKS, r"\\\g<0>", printable(str(text)))
 
 
-def breakable(name: str) -> Markup:
-    """Return a name in HTML, in which a line may end after _ and / rather than within a word."""
-    return Markup(re.sub("[_/]+(?=.)", r"\g<0><wbr>", str(escape(name))))
+def breakable(name: str, is_path: bool = False) -> Markup:
+    """Return a name in HTML, in which a line may end after _ and / rather than within a word.
+
+    In a path, each part has its own direction, and a line may end after - and a space as well.
+    """
+    parts, shown = "[_/]+(?=.)", r"\g<0><wbr>"
+    if is_path:
+        parts, shown = "([^/_ -]+)([/_ -]*)", r"<bdi>\1</bdi>\2<wbr>"
+    return Markup(re.sub(parts, shown, str(escape(name))))
 
 
 TEMPLATES = Path(__file__).parent / "templates"

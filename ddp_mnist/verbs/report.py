@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,24 +40,37 @@ from ddp_mnist.system.text import escaped, finite, printable
 from ddp_mnist.task import Task, options_of
 from ddp_mnist.training import folder, model_file
 from ddp_mnist.training.saved_config import why_others
-from ddp_mnist.training.scores import MANY_CLASSES, are_labels, most_confused, share_text, unpacked
+from ddp_mnist.training.scores import MANY_CLASSES, most_confused, share_text, unpacked
 from ddp_mnist.verbs import answers, plots, spreadsheet
 from ddp_mnist.verbs.answers import Answers, Counts
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-TABLES = ("classes.csv", "predictions.csv")
+TABLES = {"classes.csv": answers.COUNTED, "predictions.csv": answers.IMAGE}  # and how they begin
 LEARNED = 0.9  # of the training images
-WIDEST = 72  # em of a confusion matrix, at which it begins to shrink
+# Of a confusion matrix, in em: its width at which it begins to shrink, a letter's, what is around
+# the text of a cell, and the bounds of the text of a row's head and of a column; all by eye
+WIDEST, WIDE, BORDER = 72, 0.62, 1
+LEAST_HEAD, MOST_HEAD, LEAST_COLUMN, MOST_COLUMN = 3, 14, 2, 8
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 # Entries of summary.json that are not among the settings
 LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
-@dataclass
+@dataclass(frozen=True)
+class Answered:
+    """What the model of a finished run answers."""
+
+    task: Task
+    splits: Sequence[Answers]  # of the test, and of the validation if there is one
+    mistakes: Sequence[dict[str, Any]]  # the most certain ones, or the worst, first
+    scatter: dict[str, Figure]  # by the column of numbers
+
+
+@dataclass(frozen=True)
 class ReportedRun:
-    """The content of a run folder, and its model's answers and mistakes."""
+    """The content of a run folder, and what its model answers."""
 
     path: Path
     name: str  # of the folder
@@ -65,11 +78,8 @@ class ReportedRun:
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     summary: dict[str, Any]  # perhaps from before a resume; {} if it has never finished
     status: dict[str, Any]  # its state may be "killed" too
-    mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones, or the worst, first
-    no_mistakes: str = "The run has not finished."  # why none are shown
-    task: Task | None = None  # None if the model's answers are not known
-    answers: Sequence[Answers] = ()  # for the test, and for the validation if there is one
-    scatter: dict[str, Figure] = field(default_factory=dict)  # by the column of numbers
+    answered: Answered | None = None
+    why_not: str = "The run has not finished."
 
     @property
     def matrix(self) -> np.ndarray | None:
@@ -81,10 +91,11 @@ class ReportedRun:
     @property
     def counts(self) -> list[Counts]:
         """Return the counts of each class, or else of each label that is known."""
+        found = self.answered
         if self.matrix is not None:
-            tested = self.answers[0] if self.answers else None
+            tested = found.splits[0] if found else None
             return answers.class_counts(self.summary["classes"], self.matrix, tested)
-        return answers.label_counts(self.task, self.answers[0]) if self.task else []
+        return answers.label_counts(found.task, found.splits[0]) if found else []
 
 
 def run(flags: Report) -> None:
@@ -95,8 +106,9 @@ def run(flags: Report) -> None:
     files.check_place(flags.out, "--out", ".html")
     console = Console(True)
     console.print("reading    the run and its predictions")
-    run = read_run(Path(flags.run))
-    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else None
+    run, changed = read_run(Path(flags.run)), None
+    if run.status["state"] == "finished":
+        run, changed = with_answers(run, flags)
     logged = (key for line in run.metrics for key in line if key not in ("epoch", "step"))
     keys = dict.fromkeys([*plots.CURVES, *logged])
     page = Path(flags.out or run.path / "report.html")
@@ -111,8 +123,11 @@ def run(flags: Report) -> None:
             for form in ("png", "svg"):
                 contents[f"{page.stem}-{key}.{form}"] = plots.as_file(figure, form)
     with files.storage_errors(page, "--out"):
-        for name in TABLES:  # an earlier one may be of other weights
-            page.with_name(prefix + name).unlink(missing_ok=True)
+        for name, heading in TABLES.items():  # an earlier page's may be of other weights
+            begins = f"{spreadsheet.MARK}{','.join(heading)}".encode()
+            table = page.with_name(prefix + name)
+            if table.is_file() and table.read_bytes().startswith(begins):
+                table.unlink()
         for name, content in contents.items():
             files.write_atomically(page.with_name(name), content)
             console.print(f"written to {escaped(page.with_name(name))}")
@@ -147,10 +162,10 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
-    """Fill in a finished run's answers and mistakes, or `no_mistakes` if they cannot be known.
+def with_answers(run: ReportedRun, flags: Report) -> tuple[ReportedRun, tuple[str, str] | None]:
+    """Return a finished run with what its model answers, or with why that cannot be known.
 
-    Return why the images are not those of the run, and what to do; None if they are.
+    Return too why the images are not those of the run, and what to do; None if they are.
     """
     saved = run.config["run"]
     dataset = flags.dataset or saved["dataset"]
@@ -168,37 +183,33 @@ def find_mistakes(run: ReportedRun, flags: Report) -> tuple[str, str] | None:
             raise DataError(f"the test images are not in the cache of this machine; {fix}")
         images = cache.load(dataset, cache_dir, options)
     except DdpMnistError as error:
-        run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
-        return None
+        return replace(run, why_not=f"They cannot be shown: {error}."), None
     put_back = "put them back, or name a copy of them with --dataset"
     if others := why_others(images, run.config, dataset, put_back):
-        run.no_mistakes = f"They cannot be shown: {others[0]}."
-        return others
-    run.no_mistakes = "There is not one."
+        return replace(run, why_not=f"They cannot be shown: {others[0]}."), others
     images = images.hold_out(run.config["recipe"]["val_size"])
     images = images.without(run.config.get("left_out", []), "trained on by --weights")
-    answer(run, trained, images)
-    return None
+    return replace(run, answered=answer(trained, images)), None
 
 
-def answer(run: ReportedRun, trained: model_file.TrainedModel, images: ImageData) -> None:
-    """Fill in the answers, the mistakes, and a scatter of each column of numbers."""
-    splits = [split for split in ("test", "validation") if len(images.rows[split])]
-    run.task = task = trained.task
-    run.answers = [answers.answers_of(trained, images, split) for split in splits]
-    test = run.answers[0]
+def answer(trained: model_file.TrainedModel, images: ImageData) -> Answered:
+    """Return the answers, the mistakes, and a scatter of each column of numbers."""
+    names = [split for split in ("test", "validation") if len(images.rows[split])]
+    splits = [answers.answers_of(trained, images, split) for split in names]
+    test, task, scatter = splits[0], trained.task, dict[str, Figure]()
     if images.classes:
         wrong = answers.most_certain_mistakes(test, task.names, MOST_WRONG)
     else:
         wrong = answers.worst_numbers(test, task, MOST_WRONG)
-        columns = zip(task.names, are_labels(task), test.predictions.T, test.targets.T, strict=True)
-        run.scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
+        columns = zip(task.names, task.are_labels, test.predictions.T, test.targets.T, strict=True)
+        scatter = {n: plots.scatter(n, *both) for n, is_label, *both in columns if not is_label}
     pixels = (torch.from_numpy(images.images[images.rows["test"][row]]) for row in wrong)
-    run.mistakes = [
+    mistakes = [
         {"place": printable(test.files[row]), "png": as_data_uri(image), **facts}
         for (row, facts), image in zip(wrong.items(), pixels, strict=True)
     ]
+    return Answered(task, splits, mistakes, scatter)
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -215,14 +226,19 @@ def tables(run: ReportedRun) -> dict[str, bytes]:
     """Return CSV files by name: of the classes or labels, and of each image's answer."""
     of_classes, of_images = TABLES
     found = {of_classes: answers.count_table(run.counts)} if run.counts else {}
-    if run.task:
-        found[of_images] = answers.table(run.task, run.answers)
+    if run.answered:
+        found[of_images] = answers.table(run.answered.task, run.answered.splits)
     return {name: spreadsheet.to_bytes(rows) for name, rows in found.items()}
 
 
 def pictures(run: ReportedRun) -> dict[str, Figure]:
     """Return the figures that the page has besides curves, by the end of their files' names."""
-    found = {"scatter-" + re.sub(r"[^\w.-]+", "_", name): run.scatter[name] for name in run.scatter}
+    found = dict[str, Figure]()
+    for name, figure in run.answered.scatter.items() if run.answered else ():
+        key = "scatter-" + re.sub(r"[^\w.-]+", "_", name)
+        while key in found:  # columns `a b` and `a_b`
+            key += "_"
+        found[key] = figure
     if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
         found["confusion"] = plots.confusion(run.summary["classes"], run.matrix)
     return found
@@ -234,13 +250,15 @@ def pictures(run: ReportedRun) -> dict[str, Figure]:
 def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     facts = {"run": run, "curves": curves, "settings": settings_of(run)}
-    facts["scatter"] = {n: plots.as_svg(f, f"scatter {n}") for n, f in run.scatter.items()}
+    scatter = run.answered.scatter if run.answered else {}
+    splits = run.answered.splits if run.answered else ()
+    facts["scatter"] = {n: plots.as_svg(f, f"scatter {n}") for n, f in scatter.items()}
     if run.matrix is not None and len(run.matrix) <= MANY_CLASSES:
         facts["sizes"] = matrix_sizes(run.summary["classes"], run.matrix)
-    held = [each for each in run.answers if each.split == "validation" and run.matrix is not None]
+    held = [each for each in splits if each.split == "validation" and run.matrix is not None]
     facts["limits"] = answers.by_limit(held[0]) if held else []
     facts["validated"] = len(held[0].files) if held else 0
-    functions = (advice, main_confusion, most_confused, parts_of, share_text)
+    functions = (advice, main_confusion, most_confused, share_text)
     named = {each.__name__: each for each in functions}
     return render("report.html", many=MANY_CLASSES, most=MOST_WRONG, **facts, **named)
 
@@ -280,11 +298,6 @@ def advice(run: ReportedRun) -> str | None:
     )
 
 
-def parts_of(path: str) -> list[str]:
-    """Return a file's path in the parts after which a line may break: never within a suffix."""
-    return re.findall(r"[^/_ -]+[/_ -]*|[/_ -]+", path)
-
-
 def main_confusion(matrix: np.ndarray, label: int) -> tuple[int, int]:
     """Return the class that most images of another were taken for, and how many."""
     wrong = np.where(np.arange(len(matrix)) == label, 0, matrix[label])
@@ -295,12 +308,15 @@ def matrix_sizes(names: list[str], matrix: np.ndarray) -> dict[str, Any]:
     """Return the widths of a confusion matrix, in em: of a row's head, a column, and all of it.
 
     Names head the columns if they fit side by side, perhaps in several lines; else they stand
-    upright.
+    upright. Longer names than a head takes, or a column, go on in another line.
     """
-    longest, digits = (0.62 * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
-    head, column = round(min(max(longest, 3), 14) + 1, 1), max(digits, min(longest, 8), 2) + 1
+    longest, digits = (WIDE * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
+    head = min(max(longest, LEAST_HEAD), MOST_HEAD) + BORDER
+    column = max(digits, min(longest, MOST_COLUMN), LEAST_COLUMN) + BORDER
     upright = head + len(names) * column > WIDEST
-    column = round(max(digits + 0.5, 1.5) if upright else column, 1)
+    if upright:  # a name is one line high, and the digits may be closer
+        column = max(digits + BORDER / 2, 1.5)
+    head, column = round(head, 1), round(column, 1)
     whole = round(head + len(names) * column, 1)
     return {"head": head, "column": column, "whole": whole, "upright": upright}
 

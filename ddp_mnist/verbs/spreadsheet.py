@@ -13,7 +13,6 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from ddp_mnist.system.console import Console, write_stdout
@@ -40,17 +39,13 @@ def to_bytes(rows: Iterable[Sequence[Any]], is_first: bool = True) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def print_rows(rows: Iterable[Sequence[Any]], to_the_end: bool) -> None:
-    """Print each row as soon as it is known, until the reader closes the pipe, or `to_the_end`.
+def print_row(console: Console, row: Sequence[Any], is_first: bool) -> None:
+    """Print a row, as `Console.print` does a line.
 
     On a terminal the mark is left out, and what would control it is escaped.
     """
-    console = Console(True)
-    for number, row in enumerate(rows):
-        if sys.stdout.isatty():
-            console.print(line_of(row).removesuffix("\r\n"))
-        elif console.verbose:
-            content = to_bytes([row], is_first=number == 0)
-            console.verbose = write_stdout(partial(sys.stdout.buffer.write, content))
-        if not (console.verbose or to_the_end):
-            return
+    if sys.stdout.isatty():
+        console.print(line_of(row).removesuffix("\r\n"))
+    elif console.verbose:
+        content = to_bytes([row], is_first)
+        console.verbose = write_stdout(lambda: sys.stdout.buffer.write(content))

@@ -169,6 +169,15 @@ def test_grey_images_have_the_mean_of_three_colours() -> None:
     assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
 
 
+def test_the_notes_name_no_file_of_an_earlier_run() -> None:
+    """They are in an export, which is for others."""
+    about = {"preparation": {"mean": [0.4], "std": [0.2]}}
+    weights = initial_weights.InitialWeights("/home/anna/run/model.safetensors", None, about)
+    prepared = initial_weights.normalised_for(weights, NET, PLAIN)
+    assert prepared.mean == (0.4,) * 3
+    assert prepared.notes == ["a note", "normalised as for the run of --weights"]
+
+
 def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> None:
     """It refuses tensors without the version of its layers."""
     new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
@@ -226,6 +235,21 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
 
 
 # --- A file of one's own
+
+
+def test_what_is_guessed_for_a_file_of_ones_own_net_is_told(here: Path, typed: Typed) -> None:
+    own = "from torch import nn\n\nclass Net(nn.Sequential):\n    def __init__(self, n, shape):\n"
+    own += "        pool = nn.AdaptiveAvgPool2d(8), nn.Flatten()\n"
+    own += "        super().__init__(*pool, nn.Linear(64 * shape[0], n))\n"
+    (here / "guessed.py").write_text(own)
+    save_file({"2.weight": torch.zeros(9, 64), "2.bias": torch.zeros(9)}, "own.safetensors")
+    plan = ["train", "--dry-run", "--dataset", "digits", "--weights", "own.safetensors", "--model"]
+    told = " ".join(typed(*plan, "guessed:Net").succeeds().split())
+    line = "careful --weights own.safetensors: does not tell how its images were made, so 160x160"
+    assert f"{line} and ImageNet's mean and deviation are a guess" in told
+    known = initial_weights.find_weights(NET, "own.safetensors")
+    assert known and not initial_weights.guess_of(known, NET, PLAIN)
+
 
 ABC, XYZ = Classification([*"abc"]), Classification([*"xyz"])
 Tensors = dict[str, torch.Tensor]

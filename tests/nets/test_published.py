@@ -68,10 +68,18 @@ def photos(here: Path) -> Path:
 def test_a_name_that_is_not_timms_is_one_line() -> None:
     with pytest.raises(UsageError, match=r"^--model timm:resnet_18: timm has no such net; did "):
         factory_of("timm:resnet_18")
-    for name, weights in (("test_resnet", "IMAGENET1K_V1"), ("vovnet39a", "DEFAULT")):
-        line = f"^--weights {weights}: timm:{name} has none of that name; give --weights DEFAULT"
-        with pytest.raises(UsageError, match=line):
+    for name, weights, known in (
+        ("test_resnet", "IMAGENET1K_V1", "test_resnet.r160_in1k"),
+        ("test_resnet.foo", "DEFAULT", "test_resnet.r160_in1k"),
+        ("vovnet39a", "DEFAULT", "none"),
+    ):
+        line = f"--weights {weights}: timm:{name} has none of that name; give --weights DEFAULT and"
+        with pytest.raises(UsageError, match=f"^{line} one of these nets: {known}$"):
             find_weights(f"timm:{name}", weights)
+    name = "timm:deit_tiny_distilled_patch16_224"
+    line = f"^--weights DEFAULT: {name} has several last layers, head and head_dist; name a net "
+    with pytest.raises(UsageError, match=line):
+        find_weights(name, "DEFAULT")
     with torch.device("meta"):
         grey = factory_of(NET)(3, (1, 64, 64))
     assert [*grey.state_dict()][-1] == "net.fc.bias"
@@ -107,6 +115,7 @@ def test_a_run_is_used_and_exported_without_timms_file(typed: Typed) -> None:
     (place / "refs" / "main").write_text(COMMIT)
     typed("train", *FLAGS.split(), "--image-size", 64, "--run-dir", "run").succeeds()
     place.rename(place.with_name("away"))
+    assert read_json(Path("run/config.json"))["world"]["timm"] == timm.__version__
     assert read_json(Path("run/summary.json"))["weights"] == "timm:test_resnet.r160_in1k"
     [answer] = typed("predict", "run", "photos/one/0.png", "--json").succeeds().splitlines()
     assert '"label": "' in answer

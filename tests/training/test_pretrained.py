@@ -130,8 +130,10 @@ def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: 
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[str]]]:
-    """Return a folder that a server of this machine serves, and what it was asked for."""
+def served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield a folder that a server of this machine serves, its address, and what was asked for."""
     asked = list[str]()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
@@ -143,21 +145,19 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pa
     server = ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
     )
-    monkeypatch.setattr(pretrained, "SERVER", server, raising=False)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    yield folder, asked
+    yield folder, f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()
     server.server_close()
     thread.join()
 
 
 def test_the_weights_are_fetched_once_and_used_again_without_a_network(
-    here: Path, typed: Typed, checkpoints: Path, served: tuple[Path, list[str]]
+    here: Path, typed: Typed, checkpoints: Path, served: tuple[Path, str, list[str]]
 ) -> None:
-    folder, asked = served
+    folder, address, asked = served
     file = lay(folder)
-    address = f"http://127.0.0.1:{pretrained.SERVER.server_port}"  # type: ignore[attr-defined]
     write(here / "photos")
     with patch.object(ENTRY.value, "url", f"{address}/net-0123abcd.pth"):
         file.rename(wrong := folder / "net-0123abcd.pth")

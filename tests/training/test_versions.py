@@ -3,7 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.training.versions import code_digest, git_commit
+from ddp_mnist.training.versions import code_digest, git_commit, package_versions
+
+
+def test_timms_version_counts_where_it_builds_the_net() -> None:
+    assert "timm" in package_versions("timm:resnet18")
+    assert "timm" not in {*package_versions("cnn"), *package_versions()}
 
 
 def test_the_codes_digest_changes_with_the_code(

@@ -27,6 +27,7 @@ class Beetle(Task):
 
 
 BEETLE = Beetle([20.0, 0.5, 0.2], [4.0, 0.5, 0.4])
+BEETLE.are_labels = [False, True, True]
 OF_NUMBERS = Answers(
     "test",
     ["a.png", "b.png", "c.png"],
@@ -46,6 +47,14 @@ def test_each_image_is_a_row_with_the_probability_of_each_class() -> None:
         ["c.png", "validation", "", "owl", "owl"],
         ["d.png", "validation", "", "dog", "cat"],
     ]
+
+
+def test_of_many_classes_each_row_has_the_probability_of_truth_and_answer() -> None:
+    """With all of them, 1,000 classes and 50,000 images would be 50 million cells."""
+    many = dataclasses.replace(OF_CLASSES, probabilities=torch.cat([SHARES, torch.zeros(4, 38)], 1))
+    heading, _, row, *_ = answers.table(Classification([*CLASSES, *map(str, range(38))]), [many])
+    assert heading[3:] == ["truth", "answer", "truth_probability", "answer_probability"]
+    assert row[3:] == ["owl", "dog", 0.3, 0.5]
 
 
 def test_of_numbers_each_row_has_truth_and_answer_and_the_group() -> None:

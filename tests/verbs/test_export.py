@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import pytest
@@ -20,6 +21,7 @@ from PIL.ExifTags import Base
 from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.data.decode import decode_image
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.text import quoted
@@ -82,6 +84,16 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
         assert printed.splitlines() == [answer["label"], "set()"]
         words.append(answer["label"])
     assert len({*words}) > 1
+
+
+def test_the_pages_tell_how_images_are_padded() -> None:
+    photo, width, height = PIL.Image.linear_gradient("L").resize((90, 40)).convert("RGB"), 60, 40
+    expected = decode_image(photo, (3, height, width), "pad").transpose(1, 2, 0)
+    names = {"ImageOps": PIL.ImageOps, "Image": PIL.Image, "photo": photo}
+    for page in (PAGE, PAGE.with_suffix(".zh-CN.md")):
+        [told] = re.findall(r"`(ImageOps\.pad\(.*?)`", page.read_text())
+        assert np.array_equal(eval(told, names | {"width": width, "height": height}), expected)
+        assert page.read_text().count("ImageOps.fit(photo, (width, height),") == 2
 
 
 def bad_requests() -> dict[str, bytes]:

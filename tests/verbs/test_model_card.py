@@ -185,6 +185,18 @@ def test_an_export_names_no_image_and_no_place(run: Path, tmp_path: Path, typed:
     assert typed("export", run, "--out", out).code == 0  # over a new one too
 
 
+def test_an_export_of_an_earlier_versions_run_does_not_name_its_weights(
+    run: Path, tmp_path: Path, typed: Typed
+) -> None:
+    notes = ["normalised as for /home/anna/run/model.safetensors", "normalised as for ImageNet"]
+    made = untrained(
+        run, "cnn", replace(COLOUR, notes=notes), Classification(KINDS), tmp_path / "a"
+    )
+    typed("export", made).succeeds()
+    written = b"".join(path.read_bytes() for path in (made / "export").iterdir())
+    assert b"anna" not in written and b"normalised as for ImageNet" in written
+
+
 def test_the_head_of_the_card_is_what_the_hub_reads(
     run: Path, tmp_path: Path, typed: Typed
 ) -> None:

@@ -27,10 +27,12 @@ from ddp_mnist.core.wrappers import Normalised
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
+from ddp_mnist.system import console
 from ddp_mnist.system.files import read_json
 from ddp_mnist.task import Classification, find_task
 from ddp_mnist.training import model_file
 from ddp_mnist.verbs import predict as verb
+from ddp_mnist.verbs import spreadsheet
 from ddp_mnist.verbs.flags import Predict
 from tests.commands import TRAIN, Typed, python
 from tests.data_sets import GREY, of
@@ -440,3 +442,18 @@ def test_photos_of_test_images_are_labelled_as_the_images(mnist: Path, tmp_path:
     correct = sum(map(operator.eq, of_images, labels))
     assert correct > 0.98 * ROWS
     assert sum(map(operator.eq, of_photos, labels)) >= 0.97 * correct
+
+
+@pytest.mark.parametrize("csv", [False, True])
+@pytest.mark.parametrize("show", [None, "seen.png"])
+def test_nothing_is_computed_for_a_reader_who_has_left(
+    csv: bool, show: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a picture is to be drawn of it."""
+    asked = map(str, range(3))
+    monkeypatch.setattr(verb, "answer", lambda *_: ({"file": each} for each in asked))
+    monkeypatch.setattr(verb, "load", lambda _: SimpleNamespace(task=Classification(CLASSES)))
+    for module in (console, spreadsheet):
+        monkeypatch.setattr(module, "write_stdout", lambda *_: False)
+    verb.run(Predict("run", ("a",), show=show, csv=csv))
+    assert len([*asked]) == (0 if show else 3 if csv else 2)  # of CSV, the heading is first

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,20 @@ import numpy as np
 import pandas
 import PIL.Image
 import pytest
+from matplotlib.figure import Figure
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.scores import share_text
-from ddp_mnist.verbs import plots, report
+from ddp_mnist.verbs import answers, plots, report, spreadsheet
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.commands import Typed, require_programs
 from tests.data_sets import flat, of, write_noise
 from tests.run_checks import rewrite_config, with_flags
-from tests.verbs.test_answers import BEETLE, OF_NUMBERS
+from tests.verbs.test_answers import BEETLE, OF_CLASSES, OF_NUMBERS
 
 ANYWHERE = Report("RUN")  # the images lie where they lay
 
@@ -66,11 +69,11 @@ def summary_of(run: Path) -> dict[str, Any]:
     return read_json(run / "summary.json")
 
 
-def read(run: Path) -> report.ReportedRun:
-    """Return a run with its mistakes."""
-    found = report.read_run(run)
-    assert report.find_mistakes(found, ANYWHERE) is None
-    return found
+def read(run: Path) -> tuple[report.ReportedRun, Sequence[dict[str, Any]]]:
+    """Return a run and its mistakes."""
+    found, changed = report.with_answers(report.read_run(run), ANYWHERE)
+    assert found.answered and not changed
+    return found, found.answered.mistakes
 
 
 def test_a_page_has_every_figure_and_setting_and_needs_nothing_else(
@@ -204,12 +207,12 @@ def test_the_confusion_matrix_is_a_picture_too(photos: Path) -> None:
 
 
 def test_the_most_certain_mistakes_are_shown(first: Path) -> None:
-    run, images = read(first), cache.load("digits")
+    (run, mistakes), images = read(first), cache.load("digits")
     wrong = round((1 - run.summary["test_accuracy"]) * 360)
-    assert 0 < len(run.mistakes) == min(report.MOST_WRONG, wrong)
-    certainty = [mistake["guess_probability"] for mistake in run.mistakes]
+    assert 0 < len(mistakes) == min(report.MOST_WRONG, wrong)
+    certainty = [mistake["guess_probability"] for mistake in mistakes]
     assert certainty == sorted(certainty, reverse=True)
-    for mistake in run.mistakes:
+    for mistake in mistakes:
         row = int(mistake["place"].removeprefix("test image "))
         label = images.classes[of(images, "test").labels[row]]
         assert mistake["label"] == label != mistake["guess"]
@@ -234,10 +237,10 @@ def test_without_the_images_page_and_terminal_say_so(
     """Those of the Hub are not fetched."""
     run = report.read_run(first)
     run.config["run"] |= {"dataset": "fashion_mnist", "cache_dir": str(tmp_path)}
-    assert not report.find_mistakes(run, ANYWHERE)
-    assert not run.mistakes
+    run, changed = report.with_answers(run, ANYWHERE)
+    assert not changed and not run.answered
     missing = "the test images are not in the cache of this machine; name their place: --dataset"
-    assert run.no_mistakes == f"They cannot be shown: {missing}."
+    assert run.why_not == f"They cannot be shown: {missing}."
     said = f"ddp-mnist: warning: first: its mistakes are not in the page: {missing}\n"
     assert capsys.readouterr() == ("", said)
 
@@ -270,10 +273,13 @@ def test_a_run_without_a_result_says_why(
     shutil.copytree(first, run := tmp_path / "run")
     (run / "status.json").write_text(json.dumps({"state": state, "step": 7, "error": error}))
     (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
+    (run / "classes.csv").write_bytes(spreadsheet.to_bytes([answers.COUNTED]))  # of its first end
+    (run / "predictions.csv").write_text("not a report's\n")
     with RunFolder() as writing:
         if here:
             writing.open(run)
         [path] = write(run)
+    assert not (run / "classes.csv").exists() and (run / "predictions.csv").exists()
     text, accuracy = words(path), f"{summary_of(run)['test_accuracy']:.4f}"
     assert figures(path.read_text()) == {}
     assert sentence in text
@@ -297,8 +303,9 @@ def test_names_from_right_to_left_and_control_characters_turn_nothing_around(fir
     run, names = report.read_run(first), ("\u202egpj.cat", "חתול")
     run.summary["classes"][:2] = names
     shares = {"label_probability": 0.16, "guess_probability": 0.61, "png": "data:,"}
-    run.mistakes = [{"place": "חתול/4_א.png", "label": names[0], "guess": names[1], **shares}]
-    page = report.render_page(run, {})
+    mistakes = [{"place": "חתול/4_א.png", "label": names[0], "guess": names[1], **shares}]
+    answered = report.Answered(BEETLE, [OF_CLASSES], mistakes, {})
+    page = report.render_page(replace(run, answered=answered), {})
     assert "\u202e" not in page and "<bdi>&#39;\\u202egpj.cat&#39;</bdi> (0.16)" in page
     assert "<b><bdi>חתול</bdi></b> (0.61)" in page
     parts = "<bdi>חתול</bdi>/<wbr><bdi>4</bdi>_<wbr><bdi>א.png</bdi><wbr>"
@@ -323,9 +330,11 @@ def test_a_long_list_of_broken_files_is_folded_and_names_break_at_an_underscore(
 
 def test_of_numbers_the_page_counts_labels_and_names_the_worst_images(first: Path) -> None:
     run = report.read_run(first)
-    run.summary |= {"classes": [], "score_name": "error", "test_error": 1.5, "val_error": None}
-    run.task, run.answers = BEETLE, [OF_NUMBERS]
-    run.mistakes = [{"place": "a_1.png", "png": "data:,", "told": ["length_mm 29.12, is 17"]}]
+    scores = {"score_name": "error", "test_error": 1.5, "val_error": None}
+    run.summary.update(scores, classes=[])
+    mistakes = [{"place": "a_1.png", "png": "data:,", "told": ["length_mm 29.12, is 17"]}]
+    scatter = {name: Figure() for name in ("a b", "a_b")}
+    run = replace(run, answered=report.Answered(BEETLE, [OF_NUMBERS], mistakes, scatter))
     page = report.render_page(run, {})
     assert "<div>length_<wbr>mm 29.12, is 17</div>" in page
     assert "<bdi>a</bdi>_<wbr><bdi>1.png</bdi>" in page.replace("\n", "")
@@ -334,6 +343,7 @@ def test_of_numbers_the_page_counts_labels_and_names_the_worst_images(first: Pat
     assert f"winged 2 1 1 0 {share_text(1, 2)} {share_text(1, 1)}" in shown
     assert f"spotted 1 0 1 1 {share_text(0, 1)} {share_text(0, 1)}" in shown
     assert {"classes.csv", "predictions.csv"} == report.tables(run).keys()
+    assert [*report.pictures(run).values()] == [*scatter.values()]  # none is lost
 
 
 # --- What to make of it
@@ -345,17 +355,17 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
     own = proof_config("own", model="mlp", epochs=1, batch_size=24, val_size=0)
     own = with_flags(own, dataset=str(photos), test_size=60)
     run_world(1, just_train, own, folder=tmp_path)
-    run = read(path := tmp_path / "own")
-    assert len(run.mistakes) == report.MOST_WRONG
-    for mistake in run.mistakes:
+    _, mistakes = read(path := tmp_path / "own")
+    assert len(mistakes) == report.MOST_WRONG
+    for mistake in mistakes:
         file = photos / mistake["place"]
         assert file.parent.name == mistake["label"]
         stored = base64.b64decode(mistake["png"].partition(",")[2])
         with PIL.Image.open(file) as given, PIL.Image.open(io.BytesIO(stored)) as shown:
             assert given.tobytes() == shown.tobytes()
     page = write(path)[0].read_text()
-    assert run.mistakes[0]["place"] in re.sub("</?(wbr|bdi)>", "", page)
-    assert run.mistakes[0]["png"] in page
+    assert mistakes[0]["place"] in re.sub("</?(wbr|bdi)>", "", page)
+    assert mistakes[0]["png"] in page
 
 
 @pytest.mark.parametrize(

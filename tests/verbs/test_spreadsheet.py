@@ -8,6 +8,7 @@ import sys
 import pandas
 import pytest
 
+from ddp_mnist.system.console import Console
 from ddp_mnist.verbs import spreadsheet
 
 COMPUTED = [
@@ -48,20 +49,12 @@ def test_what_is_no_number_or_no_text_is_an_empty_cell_or_escaped() -> None:
 def test_a_terminal_is_not_steered(
     monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    rows = [["file"], ["a\x1b[2J"]]
-    spreadsheet.print_rows(rows, to_the_end=False)
+    def print_both() -> None:
+        spreadsheet.print_row(Console(True), ["file"], is_first=True)
+        spreadsheet.print_row(Console(True), ["a\x1b[2J"], is_first=False)
+
+    print_both()
     assert capsysbinary.readouterr().out == b"\xef\xbb\xbffile\r\na\x1b[2J\r\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    spreadsheet.print_rows(rows, to_the_end=False)
+    print_both()
     assert capsysbinary.readouterr().out == b"file\na\\x1b[2J\n"
-
-
-@pytest.mark.parametrize("to_the_end", [False, True])
-def test_nothing_is_computed_for_a_reader_who_has_left(
-    to_the_end: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless a picture is to be drawn of it."""
-    monkeypatch.setattr(spreadsheet, "write_stdout", lambda _: False)
-    asked: list[int] = []
-    spreadsheet.print_rows(([asked.append(row)] for row in range(3)), to_the_end)  # type: ignore[func-returns-value]
-    assert asked == ([0, 1, 2] if to_the_end else [0])
