@@ -53,7 +53,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
-        fine_tuned=Defaults(PRETRAINED, 2.5e-4, {0: (24, 150)}, epochs=3),
+        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 200)}, epochs=3),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
@@ -62,7 +62,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}, epochs=10
         ),
-        fine_tuned=Defaults(PRETRAINED, 2.5e-4, {0: (24, 600)}, epochs=6),
+        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 600)}, epochs=6),
     ),
 }
 
@@ -87,7 +87,7 @@ class Recipe(Flags):
     freeze: bool = flag(False, "Train the last layer alone; the rest keeps its --weights.")
     epochs: int | None = changeable(
         None,
-        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 150].",
+        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 200].",
         least=1,
     )
     batch_size: int | None = flag(
@@ -102,7 +102,7 @@ class Recipe(Flags):
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.00025].",
+        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.0005].",
         above=0,
         most=100,
     )

@@ -45,7 +45,7 @@ def test_n_processes_train_as_one_and_a_resumed_run_is_the_unbroken_one(tmp_path
     records = {size: run_world(size, train_and_watch, runs[size], folder=tmp_path) for size in runs}
     for size in (2, 3):
         assert apart(tmp_path / f"on-{size}", tmp_path / "on-1") < 1e-9
-    assert records[1][0].learning_rates[2] == pytest.approx(2.5e-4)  # of the body
+    assert records[1][0].learning_rates[2] == pytest.approx(5e-4)  # of the body
     trained = load_file(tmp_path / "on-1" / "model.safetensors")
     changed = {key for key in given if not torch.equal(trained[key].float(), given[key].float())}
     weights = [f"{layer}.{part}" for layer in (0, 1, 5) for part in ("weight", "bias")]
