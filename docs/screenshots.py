@@ -36,7 +36,8 @@ nav, header p, .headline ~ p, h2, h3, h3 + .scroll, caption { display: none; }
 .curves { grid-template-columns: 1fr 1fr; gap: 12px; margin: 12px 0 0; }
 .curves svg { overflow: visible; } .curves text { font-size: 11px !important; }
 .curves > :nth-child(n+3), .mistakes li:nth-child(n+6), .mistakes .soft { display: none; }
-.confusion { width: 100%; } .confusion td, .confusion th { padding: 0 2px; font-size: 12px; }
+.confusion { width: 100%; } .confusion td, .confusion th { padding: 1px 2px; font-size: 12px; }
+#mistakes ~ * { display: none; }
 .mistakes { grid-template-columns: repeat(5, 1fr); gap: 8px; margin: 8px 0; }
 .mistakes li { font-size: 12px; line-height: 1.2; padding: 5px; }
 """
