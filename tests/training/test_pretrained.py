@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import patch
@@ -20,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torchvision import models
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import PRETRAINED
-from ddp_mnist.data import photos
+from ddp_mnist.data import cache
 from ddp_mnist.data.photos import are_photos
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import pretrained
@@ -190,22 +192,26 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
 # --- Which images are photos
 
 
-def test_what_is_cached_or_a_few_images_tell_whether_they_are_photos(here: Path) -> None:
-    options = photos.ImageOptions(test_size=3)
+def test_a_few_images_tell_whether_they_are_photos_whatever_is_cached(here: Path) -> None:
+    options = ImageOptions(test_size=3)
     for name, is_photo, colour, size in (
         ("photos", True, True, (70, 80)),
         ("small", False, True, (48, 200)),
         ("strokes", False, False, (70, 80)),
+        ("grey", True, False, (70, 80)),
     ):
         folder = str(write(here / name, colour, size))
-        assert are_photos(folder, "cache", options) == is_photo
-        photos.cache.load(folder, "cache", options)
-        with patch.object(photos, "look_at", side_effect=AssertionError("looked")):
-            assert are_photos(folder, "cache", options) == is_photo
+        if name == "grey":  # a border neither dark nor bright
+            for file in (here / name).rglob("*.png"):
+                file.write_bytes(encoded(np.full(size, 90, np.uint8)))
+        for cached_as in (None, (160, 160), (48, 48)):
+            assert are_photos(folder, options) == is_photo
+            cache.load(folder, None, replace(options, size=cached_as))
+        assert not are_photos(folder, replace(options, size=(48, 48)))
     (here / "photos").rename(here / "letters")
     for old, new in (("one", "a"), ("two", "b")):
         (here / "letters" / old).rename(here / "letters" / new)
-    assert not are_photos(str(here / "letters"), "cache", options)
+    assert not are_photos(str(here / "letters"), options)
 
 
 @pytest.mark.usefixtures("checkpoints")

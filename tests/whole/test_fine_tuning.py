@@ -62,12 +62,12 @@ def test_n_processes_train_as_one_and_a_resumed_run_is_the_unbroken_one(tmp_path
 def test_the_last_layer_learns_at_its_own_rate_or_alone() -> None:
     scope: dict[str, type[nn.Module]] = {}
     exec(OWN, scope)
-    for still, head_rate, rates, learning in (
+    for kept, head_rate, rates, learning in (
         ("", 1.0, [1.0, 1.0], 6),
         ("statistics", 10.0, [1.0, 1.0, 10.0, 10.0], 6),
         ("body", 10.0, [10.0, 10.0], 2),
     ):
-        net = hold_still(Normalised(scope["Net"](3, (1, 9, 9)), (0.5,), (0.5,)), still)
+        net = hold_still(Normalised(scope["Net"](3, (1, 9, 9)), (0.5,), (0.5,)), kept)
         groups = make_optimizer(
             net, fit_recipe(optimizer="adamw", head_rate=head_rate)
         ).param_groups
@@ -77,5 +77,5 @@ def test_the_last_layer_learns_at_its_own_rate_or_alone() -> None:
         head = [names[p] for group in groups[-2:] for p in group["params"]]
         assert (head == ["net.5.weight", "net.5.bias"]) == (head_rate > 1)
         norm = net.train().get_submodule("net.1")
-        assert net.training and norm.training == (still == "")
+        assert net.training and norm.training == (kept == "")
         assert not net.eval().training and not norm.training
