@@ -206,15 +206,18 @@ def load_images(
 
 def refuse_to_draw(config: TrainConfig, dataset: str, images: ImageData) -> None:
     """Raise UsageError for a typed flag on how to draw a split that the data set has."""
-    run, there = config.run, {"test": not images.test_share, "validation": images.has_validation}
+    run, there = (
+        config.run,
+        {"split to test on": not images.test_share, "validation split": images.has_validation},
+    )
     test_size = None if run.test_size is None else f"{run.test_size:g}"
     for name, value, split in (
-        ("test_size", test_size, "test"),
-        ("fold", run.fold, "test"),
-        ("val_size", config.recipe.val_size, "validation"),
+        ("test_size", test_size, "split to test on"),
+        ("fold", run.fold, "split to test on"),
+        ("val_size", config.recipe.val_size, "validation split"),
     ):
         if name in config.typed and there[split]:
-            fault = f"--dataset {dataset} already has a {split} split"
+            fault = f"--dataset {dataset} already has a {split}"
             raise UsageError(f"{typed_flag(name, value)}: {fault}; remove {flag_name(name)}")
 
 
