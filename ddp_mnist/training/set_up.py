@@ -206,17 +206,14 @@ def load_images(
 
 def refuse_to_draw(config: TrainConfig, dataset: str, images: ImageData) -> None:
     """Raise UsageError for a typed flag on how to draw a split that the data set has."""
-    run, there = (
-        config.run,
-        {"split to test on": not images.test_share, "validation split": images.has_validation},
-    )
+    run, has_test = config.run, not images.test_share
     test_size = None if run.test_size is None else f"{run.test_size:g}"
-    for name, value, split in (
-        ("test_size", test_size, "split to test on"),
-        ("fold", run.fold, "split to test on"),
-        ("val_size", config.recipe.val_size, "validation split"),
+    for name, value, is_there, split in (
+        ("test_size", test_size, has_test, "split to test on"),
+        ("fold", run.fold, has_test, "split to test on"),
+        ("val_size", config.recipe.val_size, images.has_validation, "validation split"),
     ):
-        if name in config.typed and there[split]:
+        if name in config.typed and is_there:
             fault = f"--dataset {dataset} already has a {split}"
             raise UsageError(f"{typed_flag(name, value)}: {fault}; remove {flag_name(name)}")
 

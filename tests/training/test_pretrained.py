@@ -146,8 +146,11 @@ def test_a_mistake_of_this_program_is_none_of_the_network(checkpoints: Path) -> 
         pretrained.why_missing(replace(made, fetch=lambda: {}[[]]))  # type: ignore[index]
 
 
-def of_one_rank(config: TrainConfig, rank: str, model: str | None, dataset: str) -> None:
+def of_one_rank(
+    config: TrainConfig, rank: str, model: str | None, dataset: str, torch_home: str
+) -> None:
     """Begin a run as on machines of which one has other flags or images; the weights are there."""
+    os.environ["TORCH_HOME"] = torch_home
     if os.environ["RANK"] == rank:
         config = with_flags(config, dataset=dataset, model=model)
     patch.object(pretrained, "are_photos", lambda *_: True).start()
@@ -157,17 +160,18 @@ def of_one_rank(config: TrainConfig, rank: str, model: str | None, dataset: str)
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(("model", "dataset"), [("cnn", "photos"), (None, "strokes")])
-@pytest.mark.usefixtures("checkpoints")
 def test_ranks_that_differ_are_told_in_what(
-    rank: str, model: str | None, dataset: str, here: Path
+    rank: str, model: str | None, dataset: str, here: Path, checkpoints: Path
 ) -> None:
+    lay(checkpoints).rename(checkpoints / FILE)
     write(here / "photos")
     write(here / "strokes", colour=False)
     flags: dict[str, Any] = {"dataset": "photos", "epochs": 1, "batch_size": 2, "quiet": True}
     flags |= {"cpu": True, "val_size": 1, "test_size": 3.0, "dist_timeout": 30}
     config = with_flags(TrainConfig(), **flags)
-    with pytest.raises(UsageError, match="XXX"):
-        run_world(2, of_one_rank, config, rank, model, dataset, folder=here)
+    torch_home = os.environ["TORCH_HOME"]
+    with pytest.raises(UsageError, match=r"^(--model|the data's digest): rank 0 has "):
+        run_world(2, of_one_rank, config, rank, model, dataset, torch_home, folder=here)
 
 
 # --- A server
