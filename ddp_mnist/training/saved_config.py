@@ -6,7 +6,6 @@ import torch
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.flag_fields import flag_fields, flag_name, flag_values
-from ddp_mnist.data.cache import CACHE_FORMAT
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.training.training_run import TrainingRun
 from ddp_mnist.training.versions import code_digest, package_versions
@@ -41,7 +40,6 @@ def saved_config(
         "format": RUN_FORMAT,
         "run_id": run_id,
         "digest": images.digest,
-        "read_as": CACHE_FORMAT,
         "test_share": images.test_share,
         "left_out": images.left_out,
         "normalised": [images.image_format.mean, images.image_format.std],
@@ -76,10 +74,7 @@ def why_others(
     if (made := saved.get("format")) != RUN_FORMAT:
         other = f"it was trained by another version of ddp_mnist (format {made})"
         return f"{other}, which compares images in another way", "use that"
-    changed = f"the images of {dataset} have changed since the run"
-    if saved.get("read_as") != CACHE_FORMAT:
-        changed += ", or the version of ddp_mnist that trained it read them otherwise"
-    return changed, put_back
+    return f"the images of {dataset} have changed since the run", put_back
 
 
 def must_be_equal(run: TrainingRun) -> dict[str, Any]:
