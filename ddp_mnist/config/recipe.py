@@ -18,20 +18,22 @@ from ddp_mnist.system.text import did_you_mean
 # resnet18 four times as long, so other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 NAMED = r"timm:[\w.]+|[\w.]+:\w+"  # LIBRARY:NET or MODULE:NAME
-# Of a net that starts from weights: the side of its images, unless the weights say another, and the
-# learning rate of its last layer, which is new, as a multiple of the others'
-FINE_TUNED_SIDE, HEAD_RATE = 160, 10.0
+FINE_TUNED_SIDE = 160  # of the images of a net from weights, unless these say another
 
 
 class Defaults(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
     model: str
-    lr: float  # the peak learning rate of that net, and of our others
+    lr: float  # the peak learning rate of that net, of our others, and with sgd
     # {at least so many train images: (batch size, least number of steps)}, descending
     batches: dict[int, tuple[int, int]]
     augment: bool = True
     epochs: int = 1  # the least number
+    lr_of_others: float = 1e-3  # with our nets' learning rate and AdamW, resnet18 learns nothing
+    beta2: float = 0.98  # this, and the one from weights, are the better ones on validation images
+    head_rate: float = 1.0  # of the last layer, as a multiple of the others'
+    kept: str = ""  # see `hold_still`
 
 
 class Preset(NamedTuple):
@@ -46,6 +48,8 @@ class Preset(NamedTuple):
 
 # The net that pictures are learned with, from ImageNet's weights, if these are at hand
 PRETRAINED = "torchvision:regnet_y_400mf"
+FROM_WEIGHTS: dict[str, Any] = {"model": PRETRAINED, "lr": 1e-2, "lr_of_others": 2.5e-4}
+FROM_WEIGHTS |= {"beta2": 0.999, "head_rate": 10.0, "kept": "statistics"}  # its last layer is new
 PRESETS = {
     "fast": Preset(
         {},
@@ -53,7 +57,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
-        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 200)}, epochs=3),
+        fine_tuned=Defaults(batches={0: (24, 200)}, epochs=3, **FROM_WEIGHTS),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
@@ -62,7 +66,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}, epochs=10
         ),
-        fine_tuned=Defaults(PRETRAINED, 5e-4, {0: (24, 600)}, epochs=6),
+        fine_tuned=Defaults(batches={0: (24, 600)}, epochs=6, **FROM_WEIGHTS),
     ),
 }
 
@@ -102,7 +106,7 @@ class Recipe(Flags):
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.0005].",
+        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.00025].",
         above=0,
         most=100,
     )
@@ -191,8 +195,7 @@ def resolve_recipe(
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), defaults.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
-    # With AdamW and our nets' learning rate, resnet18 learns nothing.
-    lr = defaults.lr if fine_tunes or model in NETS or optimizer == "sgd" else 1e-3
+    lr = defaults.lr if model in NETS or optimizer == "sgd" else defaults.lr_of_others
     augment = recipe.augment
     if augment is None:  # a mirrored or shifted image may have other targets
         augment = defaults.augment and not recipe.task
@@ -209,9 +212,9 @@ def resolve_recipe(
     chosen: dict[str, Any] = {
         "steps_per_epoch": steps_per_epoch,
         "augment": kind if augment else "",
-        "beta2": 0.999 if fine_tunes else 0.98,  # both the better one on validation images
-        "head_rate": HEAD_RATE if fine_tunes else 1.0,
-        "still": "body" if recipe.freeze else "statistics" if fine_tunes else "",
+        "beta2": defaults.beta2,
+        "head_rate": defaults.head_rate,
+        "kept": "body" if recipe.freeze else defaults.kept,
     }
     shared = {f.name for f in fields(core.Recipe)} - chosen.keys()
     found = core.Recipe(**chosen, **{name: getattr(flags, name) for name in shared})

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch._dynamo  # AdamW would import it mid-run, delaying signals by a second
@@ -96,18 +97,20 @@ def make_optimizer(
     Each group learns at its `rate` times the learning rate. `scaler` is the loss scaler if training
     is in fp16.
     """
-    head, rates = last_layer(model), dict.fromkeys((1.0, recipe.head_rate))
-    params = {(rate, decays): list[nn.Parameter]() for rate in rates for decays in (True, False)}
+    last = f"{last_layer(model)}."
+    body, head = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            rate = recipe.head_rate if name.startswith(f"{head}.") else 1.0
-            params[rate, parameter.ndim >= 2].append(parameter)
+            is_head = recipe.head_rate != 1 and name.startswith(last)
+            (head if is_head else body).append(parameter)
     shared = {"betas": (MOMENTUM, recipe.beta2)}  # which SGD passes over
-    groups = [
-        shared | {"params": each, "weight_decay": recipe.weight_decay * decays, "rate": rate}
-        for (rate, decays), each in params.items()
-        if each
-    ]
+    groups = list[dict[str, Any]]()
+    for rate, parameters in ((1.0, body), (recipe.head_rate, head)):
+        matrices = [each for each in parameters if each.ndim >= 2]
+        others = [each for each in parameters if each.ndim < 2]
+        for params, decay in ((matrices, recipe.weight_decay), (others, 0.0)):
+            if params:
+                groups.append(shared | {"params": params, "weight_decay": decay, "rate": rate})
     # Fused is the fastest. But with a loss scaler, a fused optimizer itself skips a step that
     # overflowed, and the step would count as taken; None lets torch choose the next fastest.
     fused = None if scaler else True

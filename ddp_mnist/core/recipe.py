@@ -18,7 +18,7 @@ class Recipe:
     warmup: float = 0.1  # share of the steps in which the learning rate rises
     augment: str = ""  # strokes, pictures or characters, see augment.py; "": not at all
     grad_accum: int = 1  # micro-batches per step
-    still: str = ""  # what does not change, see `hold_still` in wrappers.py
+    kept: str = ""  # what does not change, see `hold_still` in wrappers.py
     max_grad_norm: float | None = None  # each step's gradient is clipped to it
     target_accuracy: float | None = None  # a validation's score that ends the run
     patience: int | None = None  # epochs without a better validation that end it

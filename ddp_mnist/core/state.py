@@ -193,8 +193,8 @@ class State:
                 raise ValueError(f"{name} was {saved}, and is {weight.dtype} here")
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-            # `fused` is as this device has it, and an older checkpoint has no `rate`
-            saved |= {key: group[key] for key in ("fused", "rate") if key in group}
+            saved |= {key: group[key] for key in ("fused",) if key in group}  # as on this device
+            saved.setdefault("rate", group.get("rate", 1.0))  # an older checkpoint has none
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         for parameter, moments in self.optimizer.state.items():

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # SyncBatchNorm too
 
 
 class Normalised(nn.Module):
@@ -16,7 +17,7 @@ class Normalised(nn.Module):
     broadcast those in each step. With `shifted_views`, the net is evaluated by `ShiftedViews`.
     """
 
-    still: Sequence[nn.Module] = ()  # what computes in training as it does in a test
+    kept = ""  # what computes in training as it does in a test, see `hold_still`
 
     def __init__(
         self,
@@ -31,8 +32,9 @@ class Normalised(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        for module in self.still:
-            module.eval()
+        for module in self.net.modules():
+            if self.kept == "body" or (self.kept and isinstance(module, BatchNorm)):
+                module.training = False
         return self
 
     def forward(self, images: Tensor) -> Tensor:
@@ -53,10 +55,9 @@ def hold_still(net: Normalised, what: str) -> Normalised:
     `statistics`: BatchNorm normalises by those that it has, so N processes train as one. `body`:
     all but the last layer, which alone is trained. "": nothing.
     """
-    if what == "statistics":
-        net.still = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    elif what == "body":
-        net.still, head = [net.net], last_layer(net)
+    net.kept = what
+    if what == "body":
+        head = last_layer(net)
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(name.startswith(f"{head}."))
     return net

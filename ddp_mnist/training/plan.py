@@ -26,7 +26,7 @@ KINDS = {
 }
 
 # What `hold_still` does to a net that starts from weights
-STILL = {
+KEPT = {
     "statistics": "BatchNorm keeps its statistics",
     "body": "the last layer alone is trained",
 }
@@ -77,7 +77,7 @@ def threads_line(run: TrainingRun) -> str:
     return f"{torch.get_num_threads()}, as a step on trial took {' and '.join(took)}"
 
 
-def recipe_line(config: TrainConfig, images: ImageData, trained: Recipe | None = None) -> str:
+def recipe_line(config: TrainConfig, images: ImageData, trained: Recipe) -> str:
     """Return how the images are trained on, for which it was chosen, and the flags that were typed.
 
     A resumed run keeps its original settings, except these flags.
@@ -89,10 +89,10 @@ def recipe_line(config: TrainConfig, images: ImageData, trained: Recipe | None =
         f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
         " the steps",
     ]
-    if trained and trained.head_rate != 1:
+    if trained.head_rate != 1:
         parts.append(f"{trained.head_rate:g} times that in the last layer")
-    if trained and trained.still:
-        parts.append(STILL[trained.still])
+    if trained.kept:
+        parts.append(KEPT[trained.kept])
     parts.append(changed)
     if recipe.task or recipe.loss:
         parts.append(f"task {recipe.task}" if recipe.task else f"loss {recipe.loss}")

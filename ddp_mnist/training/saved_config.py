@@ -43,7 +43,7 @@ def saved_config(
         "test_share": images.test_share,
         "left_out": images.left_out,
         "normalised": [images.image_format.mean, images.image_format.std],
-        "fine_tunes": bool(run.recipe.still),
+        "fine_tunes": run.recipe.head_rate != 1,
         "trained_on": trained_on,
         "own_code": run.found.own_code,
         "typed": sorted(config.typed | config.typed_before),

@@ -35,7 +35,7 @@ from ddp_mnist.system.text import quoted
 from ddp_mnist.training import checkpoint, plan, resume, threads, tracking
 from ddp_mnist.training.folder import CONFIG, FOLDER_KEY, TRAINED_ON, UNKNOWN, RunFolder
 from ddp_mnist.training.named_objects import NamedObjects, find_named
-from ddp_mnist.training.pretrained import choose_net
+from ddp_mnist.training.pretrained import net_for_photos, net_of_weights
 from ddp_mnist.training.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.training.recorded_run import OpenedFolder, RecordedRun
 from ddp_mnist.training.resume import EarlierRun
@@ -92,30 +92,21 @@ def resolve_run(
 ) -> TrainingRun:
     """Return the run, once its flags are resolved for its images and this world size.
 
-    A flag that was typed counts, else the earlier run's, else what fits these images. Images that
-    --weights has seen neither validate nor test.
+    A flag that was typed counts, else the earlier run's, else what fits these images.
     """
     config = resume.inherit(config, earlier) if earlier else config
     config.refuse_contradictions()
-    asked, found = config, find_named(config, world.store)
-    config, found, lacking = choose_net(config, found, world)
-    if config.recipe.freeze and not found.weights:
-        fix = "name them: --weights"
-        raise UsageError(f"--freeze: keeps weights, and the net would start from new ones; {fix}")
-    if found.weights and not config.run.image_size:
-        size = initial_weights.size_for(found.weights, config.recipe.model)
-        config = replace(config, run=replace(config.run, image_size=size))
-    if earlier and "dataset" not in config.typed:
-        check_still_there(config.run.dataset, f"--resume {earlier.path}")
-    name, images = load_images(config, found, world, console)
-    is_chosen = config.recipe.model == PRETRAINED != asked.recipe.model
-    if is_chosen and images.image_format.kind == "strokes":
-        asked = replace(asked, recipe=replace(asked.recipe, weights="none"))
-        return resolve_run(asked, world, console, earlier)  # the few that were looked at misled
-    if found.weights:
-        images = normalised(images, found.weights, config.recipe.model, earlier)
-    if lacking:
-        images = replace(images, warnings=[lacking, *images.warnings])
+    if config.recipe.weights == "DEFAULT" and not config.recipe.model:
+        config = replace(config, recipe=replace(config.recipe, model=PRETRAINED))
+    named = net_of_weights(config, find_named(config, world.store))
+
+    config, found, lacking = net_for_photos(*named, world)
+    config, name, images = images_for_net(config, found, lacking, world, console, earlier)
+    misled = found is not named[1] and images.image_format.kind == "strokes"
+    if world.store.broadcast_from_rank0("misled by a few images", lambda: misled):
+        config, found = named
+        config, name, images = images_for_net(config, found, lacking, world, console, earlier)
+
     if earlier:
         resume.check_same_images(name, images.digest, earlier)
     if images.has_validation:
@@ -124,14 +115,50 @@ def resolve_run(
     else:
         images = images.hold_out(config.recipe.val_size_of(len(images.rows["train"])))
     fine_tunes = initial_weights.are_fine_tuned(found.weights, config.recipe.model)
-    fine_tunes = earlier.saved.get("fine_tunes", False) if earlier else fine_tunes
+    fine_tunes = fine_tunes and (not earlier or earlier.saved.get("fine_tunes", False))
     config, recipe = resolve(config, name, images, world.store.world_size, fine_tunes)
-    seen, weights = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
-    images = images.without(seen, f"--weights {weights} was trained on some")
-    if UNKNOWN in found.seen and not earlier:
-        without = f"--weights {weights}: without a {TRAINED_ON} of this version next to it"
-        images = images.with_caveat(f"{without}, this may test on images that it has seen")
+    images = without_seen(images, config, found, earlier)
     return make_run(config, recipe, world, images, found)
+
+
+def images_for_net(
+    config: TrainConfig,
+    found: NamedObjects,
+    lacking: str | None,
+    world: World,
+    console: Console,
+    earlier: EarlierRun | None,
+) -> tuple[TrainConfig, str, ImageData]:
+    """Return the flags, and the data set's name and images, as its weights want them, if any.
+
+    `lacking` tells why it has none.
+    """
+    if config.recipe.freeze and not found.weights:
+        without = "keeps weights, and the net would start from new ones; name them: --weights"
+        raise UsageError(f"--freeze: {lacking or without}")
+    if found.weights and not (config.run.image_size or earlier):
+        size = initial_weights.size_for(found.weights, config.recipe.model)
+        config = replace(config, run=replace(config.run, image_size=size))
+    if earlier and "dataset" not in config.typed:
+        check_still_there(config.run.dataset, f"--resume {earlier.path}")
+    name, images = load_images(config, found, world, console)
+    if found.weights:
+        images = normalised(images, found.weights, config.recipe.model, earlier)
+    if lacking:
+        images = replace(images, warnings=[lacking, *images.warnings])
+    return config, name, images
+
+
+def without_seen(
+    images: ImageData, config: TrainConfig, found: NamedObjects, earlier: EarlierRun | None
+) -> ImageData:
+    """Return the images; those that --weights has seen neither validate nor test."""
+    seen, typed = earlier.saved["left_out"] if earlier else found.seen, config.recipe.weights
+    images = images.without(seen, f"--weights {typed} was trained on some")
+    if UNKNOWN in found.seen and not earlier:
+        without = f"--weights {typed}: without a {TRAINED_ON} of this version next to it"
+        images = images.with_caveat(f"{without}, this may test on images that it has seen")
+    return images
 
 
 def normalised(
@@ -139,12 +166,13 @@ def normalised(
 ) -> ImageData:
     """Return the images with the mean and deviation that the weights were made with.
 
-    A resumed run keeps its own, as a file of weights may be gone.
+    A resumed run keeps its own: a file may be gone, and a library may say others by now.
     """
     found = images.image_format
     made = initial_weights.normalised_for(weights, model, found)
-    if earlier and not weights.published:
-        mean, std = earlier.saved.get("normalised", (found.mean, found.std))
+    if earlier:
+        before = made if weights.published else found  # of a run that does not tell
+        mean, std = earlier.saved.get("normalised", (before.mean, before.std))
         made = replace(made, mean=tuple(mean), std=tuple(std))
     guess = None if earlier else initial_weights.guess_of(weights, model, made)
     images = replace(images, image_format=made)
@@ -180,15 +208,15 @@ def load_images(
 
 def refuse_to_draw(config: TrainConfig, dataset: str, images: ImageData) -> None:
     """Raise UsageError for a typed flag on how to draw a split that the data set has."""
-    run, there = config.run, {"test": not images.test_share, "validation": images.has_validation}
+    run, has_test = config.run, not images.test_share
     test_size = None if run.test_size is None else f"{run.test_size:g}"
-    for name, value, split in (
-        ("test_size", test_size, "test"),
-        ("fold", run.fold, "test"),
-        ("val_size", config.recipe.val_size, "validation"),
+    for name, value, is_there, split in (
+        ("test_size", test_size, has_test, "split to test on"),
+        ("fold", run.fold, has_test, "split to test on"),
+        ("val_size", config.recipe.val_size, images.has_validation, "validation split"),
     ):
-        if name in config.typed and there[split]:
-            fault = f"--dataset {dataset} already has a {split} split"
+        if name in config.typed and is_there:
+            fault = f"--dataset {dataset} already has a {split}"
             raise UsageError(f"{typed_flag(name, value)}: {fault}; remove {flag_name(name)}")
 
 

@@ -80,7 +80,7 @@ def make_net(run: TrainingRun) -> Normalised:
 def new_net(run: TrainingRun) -> Normalised:
     """Return the run's net with new weights, of which it trains what it trains later."""
     net = build_net(run.model, run.task, run.images.image_format)
-    return hold_still(net, run.recipe.still)
+    return hold_still(net, run.recipe.kept)
 
 
 def in_format(run: TrainingRun, net: Normalised) -> Normalised:
@@ -114,6 +114,11 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     sharers = 1 if sync_bn else world.store.world_size
     at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
     trial.check(net := trial.made(make), run.model, run.task.outputs, image_format.shape, at_once)
+    learning = [each for each in net.parameters() if each.requires_grad]
+    outputs = (run.task.outputs,)
+    if recipe.freeze and any(each.shape[:1] != outputs for each in learning):
+        fault = f"the layer that {run.model} defines last does not give the {outputs[0]} outputs"
+        raise UsageError(f"--freeze: {fault}; define the one that does last")
     if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         flag = "--sync-bn" if sync_bn else "--inject batchnorm"
         raise UsageError(
@@ -156,8 +161,8 @@ def one_step(run: TrainingRun, net: Normalised) -> Callable[[int], None]:
     """Return a function that trains the net for a step, on so many of this rank's images."""
     rows, accelerator = subset(run.images, "train"), run.world.accelerator
     net = in_format(run, net).train()
-    still = replace(run.recipe, lr=0.0)  # the same work, but it cannot diverge
-    optimizer, dtype = make_optimizer(net, still), next(net.parameters()).dtype
+    unmoved = replace(run.recipe, lr=0.0)  # the same work, but it cannot diverge
+    optimizer, dtype = make_optimizer(net, unmoved), next(net.parameters()).dtype
 
     def step(images: int) -> None:
         pixels, targets, _ = rows.take([*range(images)])

@@ -17,8 +17,8 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.from_flags(typed)
-        flags, _ = resolve_recipe(config.recipe, 408, 1, 81, kind="pictures")
-        return plan.recipe_line(replace(config, recipe=flags, resumes=resumes), photos)
+        flags, trained = resolve_recipe(config.recipe, 408, 1, 81, kind="pictures")
+        return plan.recipe_line(replace(config, recipe=flags, resumes=resumes), photos, trained)
 
     assert said(preset="fast") == (
         "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"

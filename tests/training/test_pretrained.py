@@ -5,12 +5,15 @@ A net with random weights lies where torchvision's would be, or on a server of t
 
 import functools
 import hashlib
+import os
 import re
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import huggingface_hub.constants
@@ -20,13 +23,20 @@ import torch
 from safetensors.torch import load_file
 from torchvision import models
 
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import PRETRAINED
-from ddp_mnist.data import photos
+from ddp_mnist.config.train_config import TrainConfig
+from ddp_mnist.data import cache
 from ddp_mnist.data.photos import are_photos
+from ddp_mnist.errors import UsageError
+from ddp_mnist.nets.published import find_published
 from ddp_mnist.system.files import read_json
 from ddp_mnist.training import pretrained
+from ddp_mnist.verbs.verify.watch import just_train
 from tests.commands import Typed
 from tests.data_sets import encoded
+from tests.run_checks import with_flags
 
 FILE = "regnet_y_400mf-e6988f5f.pth"
 ENTRY = models.RegNet_Y_400MF_Weights.DEFAULT
@@ -77,6 +87,7 @@ def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
     lay(checkpoints).rename(checkpoints / FILE)
     told = typed(*PLAN, write(here / "photos")).succeeds()
     assert FROM in told and "images of 70x80 became 160x160" in told
+    assert FROM in typed(*PLAN, "photos", "--weights", "DEFAULT").succeeds()
     assert "pictures: adamw" in told and "typed: --epochs 1, --batch-size 2, --val-size 1" in told
     for flags in (["--weights", "none"], ["--model", "cnn_deep"]):
         told = typed(*PLAN, "photos", *flags).succeeds()
@@ -122,8 +133,45 @@ def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: 
         assert bool(read_json(Path(f"{number}/summary.json"))["notes"][0].startswith(CANNOT)) == (
             not flags
         )
+    ended = typed("train", *FLAGS.split(), "photos", "--freeze")
+    assert ended.code == 2 and f"error: --freeze: {CANNOT} (HF_HUB_OFFLINE is set)" in ended.err
     asked, fell_back = (load_file(f"{number}/model.safetensors") for number in range(2))
     assert asked and all(torch.equal(asked[key], fell_back[key]) for key in asked)
+
+
+def test_a_mistake_of_this_program_is_none_of_the_network(checkpoints: Path) -> None:
+    made = find_published(PRETRAINED, "DEFAULT")
+    lay(checkpoints).rename(checkpoints / FILE)
+    with pytest.raises(TypeError):
+        pretrained.why_missing(replace(made, fetch=lambda: {}[[]]))  # type: ignore[index]
+
+
+def of_one_rank(
+    config: TrainConfig, rank: str, model: str | None, dataset: str, torch_home: str
+) -> None:
+    """Begin a run as on machines of which one has other flags or images; the weights are there."""
+    os.environ["TORCH_HOME"] = torch_home
+    if os.environ["RANK"] == rank:
+        config = with_flags(config, dataset=dataset, model=model)
+    patch.object(pretrained, "are_photos", lambda *_: True).start()
+    patch.object(pretrained, "why_missing", lambda _: None).start()
+    just_train(config)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("model", "dataset"), [("cnn", "photos"), (None, "strokes")])
+def test_ranks_that_differ_are_told_in_what(
+    rank: str, model: str | None, dataset: str, here: Path, checkpoints: Path
+) -> None:
+    lay(checkpoints).rename(checkpoints / FILE)
+    write(here / "photos")
+    write(here / "strokes", colour=False)
+    flags: dict[str, Any] = {"dataset": "photos", "epochs": 1, "batch_size": 2, "quiet": True}
+    flags |= {"cpu": True, "val_size": 1, "test_size": 3.0, "dist_timeout": 30}
+    config = with_flags(TrainConfig(), **flags)
+    torch_home = os.environ["TORCH_HOME"]
+    with pytest.raises(UsageError, match=r"^(--model|the data's digest): rank 0 has "):
+        run_world(2, of_one_rank, config, rank, model, dataset, torch_home, folder=here)
 
 
 # --- A server
@@ -190,22 +238,26 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
 # --- Which images are photos
 
 
-def test_what_is_cached_or_a_few_images_tell_whether_they_are_photos(here: Path) -> None:
-    options = photos.ImageOptions(test_size=3)
+def test_a_few_images_tell_whether_they_are_photos_whatever_is_cached(here: Path) -> None:
+    options = ImageOptions(test_size=3)
     for name, is_photo, colour, size in (
         ("photos", True, True, (70, 80)),
         ("small", False, True, (48, 200)),
         ("strokes", False, False, (70, 80)),
+        ("grey", True, False, (70, 80)),
     ):
         folder = str(write(here / name, colour, size))
-        assert are_photos(folder, "cache", options) == is_photo
-        photos.cache.load(folder, "cache", options)
-        with patch.object(photos, "look_at", side_effect=AssertionError("looked")):
-            assert are_photos(folder, "cache", options) == is_photo
+        if name == "grey":  # a border neither dark nor bright
+            for grey, file in enumerate((here / name).rglob("*.png"), 80):
+                file.write_bytes(encoded(np.full(size, grey, np.uint8)))
+        for cached_as in (None, (160, 160), (48, 48)):
+            assert are_photos(folder, options) == is_photo
+            cache.load(folder, None, replace(options, size=cached_as))
+        assert not are_photos(folder, replace(options, size=(48, 48)))
     (here / "photos").rename(here / "letters")
     for old, new in (("one", "a"), ("two", "b")):
         (here / "letters" / old).rename(here / "letters" / new)
-    assert not are_photos(str(here / "letters"), "cache", options)
+    assert not are_photos(str(here / "letters"), options)
 
 
 @pytest.mark.usefixtures("checkpoints")
