@@ -316,12 +316,8 @@ def matrix_sizes(names: list[str], matrix: np.ndarray) -> dict[str, Any]:
     upright = head + len(names) * column > WIDEST
     # of upright names a line is as wide as a digit, and the digits may be closer
     column = round(max(digits + BORDER / 2, 1.5) if upright else column, 1)
-    sizes = {
-        "head": round(head, 1),
-        "column": column,
-        "whole": round(head + len(names) * column, 1),
-    }
-    return sizes | {"upright": upright}
+    whole = round(head + len(names) * column, 1)
+    return {"head": round(head, 1), "column": column, "whole": whole, "upright": upright}
 
 
 def settings_of(run: ReportedRun) -> dict[str, Any]:
