@@ -98,7 +98,7 @@ def normalised_for(
 
 
 def guess_of(weights: InitialWeights, model: str | None, image_format: ImageFormat) -> str | None:
-    """Return what was guessed about the images, if nothing tells; else None."""
+    """Tell what was guessed about the images, if nothing tells; else None."""
     is_told = weights.published or weights.about or NAME.match(model or "")
     if is_told or not are_fine_tuned(weights, model):
         return None

@@ -308,17 +308,16 @@ def matrix_sizes(names: list[str], matrix: np.ndarray) -> dict[str, Any]:
     """Return the widths of a confusion matrix, in em: of a row's head, a column, and all of it.
 
     Names head the columns if they fit side by side, perhaps in several lines; else they stand
-    upright. Longer names than a head takes, or a column, go on in another line.
+    upright. Names too long for a head or a column are broken.
     """
     longest, digits = (WIDE * max(map(disp_len, each)) for each in (names, map(str, matrix.flat)))
     head = min(max(longest, LEAST_HEAD), MOST_HEAD) + BORDER
     column = max(digits, min(longest, MOST_COLUMN), LEAST_COLUMN) + BORDER
     upright = head + len(names) * column > WIDEST
-    if upright:  # a name is one line high, and the digits may be closer
-        column = max(digits + BORDER / 2, 1.5)
-    head, column = round(head, 1), round(column, 1)
+    # of upright names a line is as wide as a digit, and the digits may be closer
+    column = round(max(digits + BORDER / 2, 1.5) if upright else column, 1)
     whole = round(head + len(names) * column, 1)
-    return {"head": head, "column": column, "whole": whole, "upright": upright}
+    return {"head": round(head, 1), "column": column, "whole": whole, "upright": upright}
 
 
 def settings_of(run: ReportedRun) -> dict[str, Any]:
