@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ddp_mnist.data.decode_all import decode_all, rows_of
 from ddp_mnist.data.groups import NONE, as_file, keys_of, named_by, on_two_sides, together
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
+from ddp_mnist.data.photos import SMALLEST, are_photos
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import TOO_MANY, DataError, StorageError, UsageError, blame
 from ddp_mnist.system.files import CHANGED, read_json, sealed
@@ -28,7 +30,7 @@ from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "decoded_keys", "groups", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
@@ -123,6 +125,21 @@ def cached(
     return _image_data(found, source, options) if found else None
 
 
+def holds_photos(dataset: str, cache_dir: str | None, options: ImageOptions, side: int) -> bool:
+    """Return `are_photos` of a data set, as noted when it was cached, as squares of `side` too.
+
+    Raises as `load` does for what cannot be read.
+    """
+    if options.size and min(options.size) < SMALLEST:
+        return False
+    source = find_source(dataset)
+    for size in dict.fromkeys((options.size, options.size or (side, side))):
+        found = _open(_path(source, cache_dir, replace(options, size=size)), source)
+        if found:
+            return bool(found["are_photos"])
+    return are_photos(source.listing(options))
+
+
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
     """Return the folder of a source's images, read in this way."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
@@ -173,6 +190,7 @@ def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
         about |= {"format": CACHE_FORMAT, "folder": path.name, "fingerprint": fingerprint}
+        about["are_photos"] = are_photos(listing)
         about["outside"] = source.facts_outside([*listing.files.values(), *listing.tables])
         files = [listing.files.get(number, "") for number in range(len(listing))]
         relative = [name.removeprefix(f"{source.place}/") for name in files]
@@ -206,7 +224,7 @@ def _check(path: Path, found: dict[str, Any], source: Source) -> None:
 
 def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) -> ImageData:
     """Return the data set, with the rows to train and to test on."""
-    del found["sha256s"]
+    del found["sha256s"], found["are_photos"]
     part = found.pop("part")
     rows, found["caveats"] = rows_of(part), found.pop("careful")
     is_drawn_from = "test" in rows or options.test_size != 0

@@ -7,24 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import as_seen, open_image, pixels_of
 from ddp_mnist.data.image_format import borders_of
-from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.listing import Listing
 
 SEEN = 8  # images
 SMALLEST = 64  # pixels of a photo's shorter side: weights of larger ones see little in less
 
 
-def are_photos(dataset: str, options: ImageOptions) -> bool:
+def are_photos(listing: Listing) -> bool:
     """Return whether the images are pictures that are large enough for weights made on photos.
 
-    A few are opened, whatever is cached, so that it always says the same: it may be wrong for
-    strokes on black. Raise as `cache.load` does for what cannot be read.
+    A few are opened: it may be wrong for strokes on black.
     """
-    if options.size and min(options.size) < SMALLEST:
-        return False
-    listing = find_source(dataset).listing(options)
     if {*map(len, listing.classes)} == {1}:  # characters
         return False
     cells = next(iter(listing.images.values()))

@@ -8,9 +8,9 @@ from pickle import UnpicklingError
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import own_code
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.config.recipe import PRETRAINED
+from ddp_mnist.config.recipe import FINE_TUNED_SIDE, PRETRAINED
 from ddp_mnist.config.train_config import TrainConfig
-from ddp_mnist.data.photos import are_photos
+from ddp_mnist.data.cache import holds_photos
 from ddp_mnist.data.sources import NAMED
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.build import is_known
@@ -57,8 +57,8 @@ def net_for_photos(
     columns = found.task.columns if found.task else ()
     options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
     # Ranks with other flags take part too: they are told from the others by `first_difference`
-    seen = flags.dataset, options
-    if not store.broadcast_from_rank0("photos", lambda: is_open and are_photos(*seen)):
+    seen = flags.dataset, flags.cache_dir, options, FINE_TUNED_SIDE
+    if not store.broadcast_from_rank0("photos", lambda: is_open and holds_photos(*seen)):
         return config, found, None
     made = find_published(PRETRAINED, "DEFAULT")
     looks = store.rank_info.local_rank == 0  # one process of each machine

@@ -28,7 +28,6 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import PRETRAINED
 from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.photos import are_photos
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets.published import find_published
 from ddp_mnist.system.files import read_json
@@ -153,7 +152,7 @@ def of_one_rank(
     os.environ["TORCH_HOME"] = torch_home
     if os.environ["RANK"] == rank:
         config = with_flags(config, dataset=dataset, model=model)
-    patch.object(pretrained, "are_photos", lambda *_: True).start()
+    patch.object(pretrained, "holds_photos", lambda *_: True).start()
     patch.object(pretrained, "why_missing", lambda _: None).start()
     just_train(config)
 
@@ -251,13 +250,13 @@ def test_a_few_images_tell_whether_they_are_photos_whatever_is_cached(here: Path
             for grey, file in enumerate((here / name).rglob("*.png"), 80):
                 file.write_bytes(encoded(np.full(size, grey, np.uint8)))
         for cached_as in (None, (160, 160), (48, 48)):
-            assert are_photos(folder, options) == is_photo
+            assert cache.holds_photos(folder, None, options, 160) == is_photo
             cache.load(folder, None, replace(options, size=cached_as))
-        assert not are_photos(folder, replace(options, size=(48, 48)))
+        assert not cache.holds_photos(folder, None, replace(options, size=(48, 48)), 160)
     (here / "photos").rename(here / "letters")
     for old, new in (("one", "a"), ("two", "b")):
         (here / "letters" / old).rename(here / "letters" / new)
-    assert not are_photos(str(here / "letters"), options)
+    assert not cache.holds_photos(str(here / "letters"), None, options, 160)
 
 
 @pytest.mark.usefixtures("checkpoints")
@@ -265,7 +264,7 @@ def test_strokes_that_were_taken_for_photos_are_trained_on_as_strokes(
     here: Path, typed: Typed
 ) -> None:
     write(here / "strokes", colour=False)
-    taken = patch.multiple(pretrained, are_photos=lambda *_: True, why_missing=lambda _: None)
+    taken = patch.multiple(pretrained, holds_photos=lambda *_: True, why_missing=lambda _: None)
     with taken:
         told = typed(*PLAN, "strokes").succeeds()
     assert "model      cnn, seed 0\n" in told and "became" not in told
