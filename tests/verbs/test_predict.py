@@ -361,9 +361,10 @@ def test_csv_has_a_column_for_each_class_and_one_for_errors(
 def test_numbers_have_no_limit_and_labels_two_decimals(
     tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A column of 0 and 1 is known by its mean and deviation; JSON and CSV keep all digits."""
+    """JSON and CSV keep all digits of a column of 0 and 1."""
     own_module("tags", TAGS, tmp_path, monkeypatch)
     task = find_task("tags:Tags")([20.0, 0.25], [4.0, 0.1875**0.5])
+    task.are_labels = [False, True]
     torch.manual_seed(0)
     net = CNN(2, GREY.shape)
     (folder := tmp_path / "run").mkdir()
