@@ -193,8 +193,9 @@ class State:
                 raise ValueError(f"{name} was {saved}, and is {weight.dtype} here")
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-            saved |= {key: group[key] for key in ("fused",) if key in group}  # as on this device
-            saved.setdefault("rate", group.get("rate", 1.0))  # an older checkpoint has none
+            new = {key: group[key] for key in ("fused", "rate") if key in group}
+            # `fused` is as on this device; an older checkpoint has no `rate`
+            saved |= new | {"rate": saved["rate"]} if "rate" in saved else new
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         for parameter, moments in self.optimizer.state.items():

@@ -54,7 +54,12 @@ def splits_of(images: Images, place: Path, **options: Any) -> np.ndarray:
     (place / "files.json").write_text(json.dumps([""] * count))
     found: dict[str, Any] = dict.fromkeys(("name", "source", "digest"), "it")
     found |= {name: [] for name in ("notes", "careful", "warnings")}
-    found |= {"classes": list("abc"), "files": place / "files.json", "sha256s": {}, "are_photos": False}
+    found |= {
+        "classes": list("abc"),
+        "files": place / "files.json",
+        "sha256s": {},
+        "are_photos": False,
+    }
     found |= {"keys": images.keys, "decoded_keys": images.keys, "targets": images.labels}
     found |= {"groups": images.groups, "part": np.zeros(count, np.int8)}
     found |= {"images": np.zeros((count, 1, 1, 1)), "sums": np.zeros((count, 1, 2))}
