@@ -19,7 +19,15 @@ from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
-from ddp_mnist.data.groups import NONE, as_file, keys_of, named_by, on_two_sides, together
+from ddp_mnist.data.groups import (
+    NONE,
+    as_file,
+    joined_by_copies,
+    keys_of,
+    named_by,
+    on_two_sides,
+    together,
+)
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.photos import SMALLEST, are_photos
@@ -230,7 +238,10 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     is_drawn_from = "test" in rows or options.test_size != 0
     groups = _groups_of(found, part >= 0, source, options) if is_drawn_from else None
     found["groups"] = groups
-    keys = together(held_out.alike(found["keys"], found["decoded_keys"]), groups)
+    same = held_out.alike(found["keys"], found["decoded_keys"])
+    keys = together(same, groups)
+    if groups is not None:
+        found["caveats"] += joined_by_copies(groups, same, keys, files_in(found["files"]))
     labels = held_out.strata(found["targets"])
     test_share, has_validation = None, "validation" in rows
     if "test" not in rows:

@@ -20,8 +20,12 @@ NONE = 2**64 - 1  # in place of a key: the image is a group by itself
 
 
 def name_in(cell: Any) -> str:
-    """Return the name of a group in a cell; "" if that is empty, or not a number."""
-    return "" if cell is None or cell != cell else composed(str(cell).strip())
+    """Return the name of a group in a cell; "" if that is empty, or not a number.
+
+    It is 1 for 1.0, as whole numbers are written if a cell of their column is empty.
+    """
+    name = "" if cell is None or cell != cell else composed(str(cell).strip())
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", name)
 
 
 def composed(text: str) -> str:
@@ -74,6 +78,24 @@ def on_two_sides(
             few, of_all = (len(np.unique(groups[each])) for each in (shared, there))
             those = f"{few:,} of {of_all:,} groups in {other} are in {one} too"
             yield f"{those}{as_file(files[shared[0]])}: put each wholly into one"
+
+
+def joined_by_copies(
+    groups: np.ndarray, keys: np.ndarray, drawn_by: np.ndarray, files: Sequence[str]
+) -> Iterator[str]:
+    """Yield a sentence on the groups that count as fewer, see `together`, with the file of the
+    image that most of them share.
+    """
+    named = np.flatnonzero(groups != NONE)
+    names, first = np.unique(groups[named], return_index=True)
+    parts, sizes = np.unique(drawn_by[named][first], return_counts=True)
+    if len(parts) < len(names):
+        pairs = np.unique(np.stack([keys[named], groups[named]]), axis=1)
+        shared, owners = np.unique(pairs[0], return_counts=True)
+        row = named[keys[named] == shared[owners.argmax()]][0]
+        those = f"{sizes[sizes > 1].sum():,} of {len(names):,} groups count as {(sizes > 1).sum():,}"
+        has = f"{owners.max():,} have the same image{as_file(files[row])}"
+        yield f"{those}, as they share images: {has}; take it out if it shows nothing"
 
 
 def as_file(file: str) -> str:

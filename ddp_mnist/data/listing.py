@@ -51,7 +51,7 @@ class Listing:
     column: str = ""  # the table's column of files or paths
     folder: str = ""  # in which the files lie, unless they are named otherwise
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
-    # Names by number, of a column; "" without one, and [] if no image has one
+    # Names by number, of a column; "" where its cell is empty. Without one, these or []
     groups: list[str] = field(default_factory=list)
     files: dict[int, str] = field(default_factory=dict)  # path by number, of those in a file
     tables: list[str] = field(default_factory=list)  # paths of tables, which may lie elsewhere
