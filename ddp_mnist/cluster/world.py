@@ -165,13 +165,9 @@ def export_env(launch: Launch, local_rank: int) -> None:
     if launch.is_alone:
         os.environ.pop("LOCAL_RANK", None)  # a stale one would make it look for a group
         return
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(local_rank),
-        MASTER_ADDR=str(launch.main_host),
-        MASTER_PORT=str(launch.main_port),
-    )
+    ranks = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": local_rank}
+    place = {"MASTER_ADDR": launch.main_host, "MASTER_PORT": launch.main_port}
+    os.environ.update({name: str(value) for name, value in (ranks | place).items()})
 
 
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
