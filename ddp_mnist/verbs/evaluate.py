@@ -106,12 +106,10 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     """
     config = folder.read_config(Path(run))
     with blame(f"{run}/{folder.CONFIG}", CheckpointError):
-        saved = config["run"] | config["recipe"]
-        found = {name: saved[name] for name in ("dataset", "val_size")}  # of any version
+        found = flag_values(RunFlags()) | flag_values(Recipe()) | config["run"] | config["recipe"]
         found |= {name: config.get(name) for name in ("format", "digest", "own_code")}
         found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
-    found = flag_values(RunFlags()) | flag_values(Recipe()) | saved | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
