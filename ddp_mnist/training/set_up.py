@@ -197,9 +197,7 @@ def resolve(
     """
     flags, kind, val_rows = config.run, images.image_format.kind, len(images.rows["validation"])
     rows = len(images.rows["train"]) + val_rows
-    resolved, recipe = resolve_recipe(
-        config.recipe, rows, processes, val_rows, kind, config.resumes, fine_tunes
-    )
+    resolved, recipe = resolve_recipe(config.recipe, rows, processes, val_rows, kind, fine_tunes)
     if flags.profile and flags.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(
             f"--profile {flags.profile}: the run has {recipe.total_steps} steps, of which the"
