@@ -18,7 +18,6 @@ from ddp_mnist.core.batches import Rows
 from ddp_mnist.core.meter import MEASURED
 from ddp_mnist.core.task import Classification, Loss, Score, Task, balanced
 from ddp_mnist.errors import UsageError, blame
-from ddp_mnist.system.text import did_you_mean
 
 __all__ = ["Classification", "Task"]  # which a file of --task derives from
 
@@ -119,10 +118,8 @@ def find_score(name: str) -> Score:
 
         function = getattr(metrics, f"{called}_score", None) or getattr(metrics, called, None)
         if called.startswith("_") or not callable(function) or inspect.isclass(function):
-            functions = filter(str.islower, metrics.__all__)
-            names = [word.removesuffix("_score") for word in functions if word != name]
-            hint = did_you_mean(name, names) or f"; choose e.g. {KNOWN}, or give MODULE:FUNCTION"
-            raise UsageError(f"--metrics {name}: scikit-learn has no such metric{hint}")
+            fix = f"choose e.g. {KNOWN}, or give MODULE:FUNCTION"
+            raise UsageError(f"--metrics {name}: scikit-learn has no such metric; {fix}")
         takes = inspect.signature(function).parameters
         means = {"average": "macro", "zero_division": 0}
         options = {key: value for key, value in means.items() if key in takes}

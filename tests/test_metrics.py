@@ -171,7 +171,7 @@ def test_a_function_that_fails_on_the_images_ends_all_ranks_in_one_line(digits: 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("precison", ": scikit-learn has no such metric; did you mean precision?"),
+        ("precison", ": scikit-learn has no such metric; choose e.g. f1, precision, recall, bal"),
         ("cluster", ": scikit-learn has no such metric; choose e.g. f1, precision, recall, bal"),
         ("roc_auc", ", of labels and predicted classes: ValueError: multi_class"),
         ("of_mine:nine", ": AttributeError: module 'of_mine' has no attribute 'nine'"),

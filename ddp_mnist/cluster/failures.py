@@ -16,16 +16,7 @@ from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code
 from ddp_mnist.system.text import reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
-LOST = (
-    "no sign of life",
-    "connection",
-    "timed out",
-    "timeout",
-    "socket",
-    "broken pipe",
-    "gloo",
-    "nccl",
-)
+LOST = "no sign of life|connection|timed out|timeout|socket|broken pipe|gloo|nccl"
 A_GPU_EACH = "give each process its own GPU, or share one with --backend gloo"
 
 
@@ -106,5 +97,5 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
 
 def is_networks(error: BaseException) -> bool:
     """Return whether a call to other ranks raised the error: one's own code may use such words."""
-    is_lost = isinstance(error, RuntimeError) and any(s in str(error).lower() for s in LOST)
-    return is_lost and (isinstance(error, dist.DistError) or calls_others(frames_in(error)))
+    is_lost = isinstance(error, RuntimeError) and re.search(LOST, str(error).lower())
+    return bool(is_lost) and (isinstance(error, dist.DistError) or calls_others(frames_in(error)))

@@ -6,7 +6,6 @@ group.
 
 import contextlib
 import functools
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -80,46 +79,42 @@ def join_world(
     if launch.child_of_launcher:
         die_with_parent()
     store = join_store(launch, flags.start_timeout or flags.dist_timeout, flags.dist_timeout)
-    gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
-    try:
-        with accelerate_as_found(), propagate_first_error(store):
-            here, local_rank = store.rank_info, launch.local_rank
-            if local_rank is None:  # started by hand
-                local_rank = here.local_rank
-            if before := earlier(store):
-                config = choose_device(flags, launch, full_precision, before)
-            kept = before.get("threads", 0) if before else 0
-            may_choose_threads = set_threads(launch, config.device, here.local_world_size, kept)
-            if not launch.is_alone:
-                chosen = {"torch": torch.__version__, "accelerate": accelerate.__version__}
-                chosen |= {"--backend": config.backend, "--mixed-precision": config.precision}
-                check_same(store, chosen, "what auto chose")
-                choose_interface(launch, here.address, here.other_address)
-                form_group(store, config.backend, local_rank, flags.dist_timeout)
-            on_gpu = config.device == "cuda"
-            export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
-            accelerator = accelerator_for(config, flags)
-            if not launch.is_alone:
-                os.environ["LOCAL_RANK"] = str(local_rank)
-            if accelerator.num_processes != launch.world_size:
-                raise UsageError(
-                    f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
-                    f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use {config_flag('multi_cpu')}, or one next to it"
-                )
-            yield World(
-                **vars(in_effect(config, accelerator)),
-                accelerator=accelerator,
-                store=store,
-                num_machines=launch.num_machines or here.num_machines,
-                local_rank=local_rank,
-                may_choose_threads=may_choose_threads,
-                start_time=started,
+    with accelerate_as_found(), propagate_first_error(store):
+        here, local_rank = store.rank_info, launch.local_rank
+        if local_rank is None:  # started by hand
+            local_rank = here.local_rank
+        if before := earlier(store):
+            config = choose_device(flags, launch, full_precision, before)
+        kept = before.get("threads", 0) if before else 0
+        may_choose_threads = set_threads(launch, config.device, here.local_world_size, kept)
+        if not launch.is_alone:
+            chosen = {"torch": torch.__version__, "accelerate": accelerate.__version__}
+            chosen |= {"--backend": config.backend, "--mixed-precision": config.precision}
+            check_same(store, chosen, "what auto chose")
+            choose_interface(launch, here.address, here.other_address)
+            form_group(store, config.backend, local_rank, flags.dist_timeout)
+        on_gpu = config.device == "cuda"
+        export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
+        accelerator = accelerator_for(config, flags)
+        if not launch.is_alone:
+            os.environ["LOCAL_RANK"] = str(local_rank)
+        if accelerator.num_processes != launch.world_size:
+            raise UsageError(
+                f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
+                f" {accelerator.num_processes}, so each process would train alone;"
+                f" use {config_flag('multi_cpu')}, or one next to it"
             )
-            say_goodbye(store)
-        end_group()
-    finally:
-        gc.unfreeze()
+        yield World(
+            **vars(in_effect(config, accelerator)),
+            accelerator=accelerator,
+            store=store,
+            num_machines=launch.num_machines or here.num_machines,
+            local_rank=local_rank,
+            may_choose_threads=may_choose_threads,
+            start_time=started,
+        )
+        say_goodbye(store)
+    end_group()
 
 
 def accelerator_for(config: DeviceConfig, flags: Distribution) -> Accelerator:
@@ -165,13 +160,9 @@ def export_env(launch: Launch, local_rank: int) -> None:
     if launch.is_alone:
         os.environ.pop("LOCAL_RANK", None)  # a stale one would make it look for a group
         return
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(local_rank),
-        MASTER_ADDR=str(launch.main_host),
-        MASTER_PORT=str(launch.main_port),
-    )
+    ranks = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": local_rank}
+    place = {"MASTER_ADDR": launch.main_host, "MASTER_PORT": launch.main_port}
+    os.environ.update({name: str(value) for name, value in (ranks | place).items()})
 
 
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:

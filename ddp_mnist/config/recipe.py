@@ -173,7 +173,6 @@ def resolve_recipe(
     world_size: int,
     val_rows: int | None = None,
     kind: str = "strokes",
-    resumes: bool = False,
     fine_tunes: bool = False,
 ) -> tuple[Recipe, core.Recipe]:
     """Return the flags, each open value chosen for this data and world size, and core's Recipe.
@@ -191,7 +190,7 @@ def resolve_recipe(
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
     batch, steps = next(each for least, each in defaults.batches.items() if train_rows >= least)
-    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch, resumes)
+    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch)
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), defaults.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
@@ -226,9 +225,7 @@ def resolve_recipe(
     return flags, found
 
 
-def _batch_size(
-    recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int, resumes: bool
-) -> int:
+def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int) -> int:
     """Return the number of images per step: as typed, else the `usual` or the next legal one.
 
     144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if the typed
@@ -243,10 +240,6 @@ def _batch_size(
         fix = "use fewer processes or micro-batches"
         raise UsageError(f"--batch-size: must be {rule} and at most {most}; {fix}")
     size = recipe.batch_size or usual
-    if resumes and size % least:  # only the others may change
-        legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
-        fix = f"let that product be one of {legal}"
-        raise UsageError(f"--resume: the run's batch of {size} is not {rule}; {fix}")
     multiples = (size // least * least, -(-size // least) * least)
     nearest = sorted({min(max(each, least), largest) for each in multiples})
     if recipe.batch_size and size not in nearest:

@@ -93,7 +93,9 @@ def joined_by_copies(
         pairs = np.unique(np.stack([keys[named], groups[named]]), axis=1)
         shared, owners = np.unique(pairs[0], return_counts=True)
         row = named[keys[named] == shared[owners.argmax()]][0]
-        those = f"{sizes[sizes > 1].sum():,} of {len(names):,} groups count as {(sizes > 1).sum():,}"
+        those = (
+            f"{sizes[sizes > 1].sum():,} of {len(names):,} groups count as {(sizes > 1).sum():,}"
+        )
         has = f"{owners.max():,} have the same image{as_file(files[row])}"
         yield f"{those}, as they share images: {has}; take it out if it shows nothing"
 

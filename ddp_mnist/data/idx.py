@@ -24,7 +24,7 @@ def list_idx(folder: str, typed: str) -> Listing | None:
             files = [file for place in FOLDERS for file in sorted(Path(folder, place).glob(name))]
             for file in files[:1]:
                 with blame(f"{typed}: {file.name}", DataError, "fetch it again"):
-                    found[kind][split] = read_idx(file, sides, f"{typed}: {file.name}")
+                    found[kind][split] = read_idx(file, sides)
     images, labels = found.values()
     if not (count := len(images) + len(labels)):
         return None
@@ -39,8 +39,8 @@ def list_idx(folder: str, typed: str) -> Listing | None:
     return Listing(typed, images, numbers, [str(n) for n in range(max(10, highest + 1))], notes=[])
 
 
-def read_idx(file: Path, sides: int, at: str) -> np.ndarray:
-    """Return the uint8 array of so many sides, plain or .gz. Raise DataError if it is another.
+def read_idx(file: Path, sides: int) -> np.ndarray:
+    """Return the uint8 array of so many sides, plain or .gz. Raise ValueError if it is another.
 
     A header has 0, 0, the type (8: bytes), the number of dimensions, and their sizes as int32. No
     more is unpacked than it says, nor than the file can hold: gzip packs up to 1,032 bytes in one.
@@ -50,10 +50,8 @@ def read_idx(file: Path, sides: int, at: str) -> np.ndarray:
         head = stream.read(4 + 4 * sides)
         kind, *shape = struct.unpack(f">{1 + sides}i", head.ljust(4 + 4 * sides, b"\0"))
         if kind != 0x800 + sides or min(shape) < 1:
-            fault = f"its header is {head.hex(' ', 4)}, not 00000{0x800 + sides:x} and sizes from 1"
-            raise DataError(f"{at}: {fault}; fetch it again")
+            wanted = f"00000{0x800 + sides:x} and sizes from 1"
+            raise ValueError(f"its header is {head.hex(' ', 4)}, not {wanted}")
         size, most = math.prod(shape), file.stat().st_size * (1032 if is_packed else 1)
         content = stream.read(min(size, most) + 1)
-    if len(content) != size:
-        raise DataError(f"{at}: has not the {size:,} bytes that its header says; fetch it again")
     return np.frombuffer(content, np.uint8).reshape(shape)

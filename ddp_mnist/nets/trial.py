@@ -137,17 +137,13 @@ def check_task(task: Task, prefix: str, targets: Tensor) -> None:
                 raise UsageError(f"{case}: predict gives {predicted}, must be {list(some.shape)}")
             found, again = loss_and_score(outputs, some), loss_and_score(outputs, some)
             for name, each in found.items():
-                if each.shape != some.shape[:1] or not found["loss"].is_floating_point():
-                    raise UsageError(
-                        f"{case}: gives a {name} of shape {list(each.shape)}, {each.dtype}; give"
-                        f" the float {name} of each image, [{count}], not their mean: e.g. by"
-                        " reduction='none', then .mean(1)"
-                    )
+                if each.shape != some.shape[:1]:
+                    fix = f"give that of each image, [{count}], e.g. by reduction='none'"
+                    raise UsageError(f"{case}: gives a {name} of shape {list(each.shape)}; {fix}")
             found["loss"].sum().backward()
             if not is_close(again["loss"], found["loss"]):
-                fault = "gives others at a second call, so a resumed run would differ"
                 fix = f"keep nothing between calls; draw from {DEFAULT_GENERATOR}"
-                raise UsageError(f"{case}: {fault}; {fix}")
+                raise UsageError(f"{case}: gives others at a second call; {fix}")
             if not isinstance(task, Classification):
                 task.count(task.predict(outputs.detach()).cpu(), some.cpu())
             alone = [loss_and_score(outputs[n : n + 1], some[n : n + 1]) for n in range(count)]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from traceback import format_exception
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -41,7 +41,7 @@ OF_A_RUN = {"digest": str, "test_share": float | int, "left_out": list, "own_cod
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
-class RunFolder:
+class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """A run's files, and in status.json how the run ended, whatever ended it.
 
     It has no path until `create` or `open` sets one, which only rank 0 does; without a path every
@@ -59,9 +59,6 @@ class RunFolder:
         self._number = 0  # of the lock's file: that of another file if the folder was replaced
         self._status: dict[str, Any] = dict(STARTING)
         self._began = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Record the error that ended the run, if it began, with the process's exit code."""

@@ -27,7 +27,6 @@ from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.sources import check_still_there
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
@@ -106,12 +105,10 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     """
     config = folder.read_config(Path(run))
     with blame(f"{run}/{folder.CONFIG}", CheckpointError):
-        saved = config["run"] | config["recipe"]
-        found = {name: saved[name] for name in ("dataset", "val_size")}  # of any version
+        found = flag_values(RunFlags()) | flag_values(Recipe()) | config["run"] | config["recipe"]
         found |= {name: config.get(name) for name in ("format", "digest", "own_code")}
         found["test_size"] = config.get("test_share")  # what was drawn, not what was asked for
         found["left_out"] = config.get("left_out", [])
-    found = flag_values(RunFlags()) | flag_values(Recipe()) | saved | found
     if metrics and found["task"]:
         raise UsageError(f"--metrics: {run} has the task {found['task']}; leave it out")
     found["metrics"] = metrics or found["metrics"]
@@ -130,7 +127,6 @@ def _load(
     cache_dir = flags.cache_dir or of_run
     load = partial(cache.load, cache_dir=cache_dir, check=store.is_first_here)
     if not flags.dataset:
-        check_still_there(name, flags.run)
         images = load(name, options=options)
         now = f"put them back, or evaluate it on the current ones: --dataset {quoted(name)}"
         if found := why_others(images, config, name, now):

@@ -112,16 +112,6 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     assert {"val_size", "patience"} & given.keys() or parts in str(refused.value)
 
 
-def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
-    """It must stay, so the line advises what may change."""
-    _, shared = resolve_recipe(Recipe(batch_size=24, grad_accum=2), DIGITS, 3, resumes=True)
-    assert shared.batch_size == 24
-    with pytest.raises(UsageError) as refused:
-        resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
-    line = "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); "
-    assert str(refused.value) == f"{line}let that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
-
-
 def test_sgd_from_weights_learns_at_its_own_rate() -> None:
     for optimizer, lr in (("sgd", 1e-2), (None, 5e-4)):
         given = Recipe(model="torchvision:resnet18", optimizer=optimizer)

@@ -230,6 +230,9 @@ def test_a_split_that_is_not_used_is_not_read_and_their_order_says_nothing(tmp_p
 TRAIN_FILE = "train-00000-of-00001.parquet"
 BEE = "train/bee/05.png"
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+HEADER, SIZE = (
+    f"{IMAGES}: ValueError: {fault}" for fault in ("its header is", "cannot reshape array of size")
+)
 
 
 def cut(name: str, size: int) -> Writer:
@@ -288,11 +291,14 @@ MISTAKES: dict[str, tuple[Writer, Writer]] = {
     "train/bee is a link to a folder or to": (write_images, partial(linked, name="train/bee")),
     "has a name that is not UTF-8; rename it": (write_images, not_in_utf_8),
     "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in": (save_to_disk, IN_OTHER_ORDER),
-    f"{IMAGES}: has not the 9,408 bytes that its header says; fetch": (write_idx, cut(IMAGES, -1)),
-    f"{IMAGES}: its header is 00000b03": (write_idx, with_header(0xB03, TRAIN, 28, 28)),
-    f"{IMAGES}: its header is 00000803 ffffffff": (write_idx, with_header(0x803, -1, 28, 28)),
-    f"{IMAGES}: has not the 784 bytes": (write_idx, with_header(0x803, 1, 28, 28)),
-    f"{IMAGES}: has not the 1,683,627,179,248": (write_idx, with_header(0x803, 2**31 - 1, 28, 28)),
+    f"{SIZE} 9407 into shape (12,28,28); fetch": (write_idx, cut(IMAGES, -1)),
+    f"{HEADER} 00000b03": (write_idx, with_header(0xB03, TRAIN, 28, 28)),
+    f"{HEADER} 00000803 ffffffff": (write_idx, with_header(0x803, -1, 28, 28)),
+    f"{SIZE} 785 into shape (1,28,28)": (write_idx, with_header(0x803, 1, 28, 28)),
+    f"{SIZE} 9408 into shape (2147483647,28,28)": (
+        write_idx,
+        with_header(0x803, 2**31 - 1, 28, 28),
+    ),
     "parquet is a pointer of Git LFS: git lfs pull": (write_parquet, pointers),
     "has only 3 of MNIST's four IDX files; fetch": (write_idx, removed(IDX_LABELS)),
     "5 images but 1 labels;": (write_idx, partial(write_idx, test_labels=[1])),
@@ -318,7 +324,9 @@ def test_no_more_of_a_packed_file_is_unpacked_than_its_header_says(tmp_path: Pat
     file = write_idx(tmp_path, gz=True) / f"{IMAGES}.gz"
     file.write_bytes(gzip.compress(struct.pack(">4i", 0x803, 10, 28, 28) + bytes(50_000_000)))
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"ubyte.gz: has not the 7,840 bytes that its header says"):
+    with pytest.raises(
+        DataError, match=r"ubyte.gz: ValueError: cannot reshape array of size 7841 "
+    ):
         read(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 5_000_000
     tracemalloc.stop()
