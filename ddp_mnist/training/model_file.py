@@ -18,7 +18,7 @@ from ddp_mnist.nets.build import build_net, is_known
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.system.console import warn
 from ddp_mnist.system.files import read_if_whole, regular
-from ddp_mnist.system.text import quoted, reason
+from ddp_mnist.system.text import quoted
 from ddp_mnist.task import about_task, task_from
 from ddp_mnist.training.folder import MODEL, STATUS, SUMMARY, check_one_run, name_a_run
 
@@ -68,14 +68,9 @@ def read_bytes(run: str) -> bytes:
     so_far = f"state {status.get('state')}, step {status.get('step')}"
     so_far = f"{STATUS} is damaged" if is_damaged else so_far
     go_on = f"let it finish, or add --resume {quoted(run)} to the command that started it"
-    try:
+    fix = f"{so_far}; {go_on}" if unfinished else name_a_run()
+    with blame(f"{run}: no final {MODEL}", CheckpointError, fix):
         content = regular(Path(run) / MODEL).read_bytes()
-    except OSError as error:
-        if unfinished:
-            why = f"the run has no final model yet ({so_far}); {go_on}"
-        else:
-            why = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
-        raise CheckpointError(f"{run}: {why}") from error
     if summary.get("model_sha256", found := hashlib.sha256(content).hexdigest()) != found:
         fix = f"remove it, and train --resume {quoted(run)} writes it again"
         raise CheckpointError(f"{run}: {MODEL} is damaged, or not that of {SUMMARY}; {fix}")

@@ -6,7 +6,6 @@ communicate, have to be given each time.
 """
 
 import dataclasses
-import errno
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,11 +98,7 @@ def find_on_rank0(config: TrainConfig) -> dict[str, Any] | None:
         return asdict(earlier) | {"finished": finished_line(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
-        why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
-        fault, fix = f"{path} holds no run to resume ({name}: {why})", name_a_run()
-        if getattr(error, "errno", None) == errno.EBADMSG:
-            other = "begin another run" if name == CONFIG else "remove it"
-            raise CheckpointError(f"--resume {resume}: {path}/{name} {why}, or {other}") from error
+        fault, fix = f"{path} holds no run to resume ({name}: {reason(error)})", name_a_run()
         raise CheckpointError(f"--resume {resume}: {fault}; {fix}") from error
 
 

@@ -217,16 +217,11 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         warn(unknown)
         return
     if len(trained_on := numbers[images.are_among(keys, numbers)]):
-        fix = "use --split test"
-        if images.test_share:  # as the folds of a set that has grown are dealt anew
-            fix = "put those that it has not seen into test/CLASS/"
-        elif flags.split == "test":
-            paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
-            names = joined(map(printable, paths), 100)
-            fix = f"take them out of test ({names})" if names else "take them out of test"
+        paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
         those = f"{len(trained_on):,} of these {len(numbers):,} {flags.split} images"
+        those += f" ({joined(map(printable, paths), 100)})" if any(paths) else ""
         fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"
-        raise DataError(f"{fault}; {fix}, or choose other images")
+        raise DataError(f"{fault}; give images that it has not seen, in test/CLASS/")
     if folder.UNKNOWN in keys:
         warn(f"{flags.run}: which images its --weights had seen is unknown, perhaps some of these")
 

@@ -9,13 +9,10 @@ how to use each, as model_card.py words it. Nothing is written before all format
 never a file whose outputs differ. What is written names no image and no folder of this machine.
 """
 
-import io
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor
@@ -52,7 +49,7 @@ def run(flags: Export) -> None:
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         console.print(f"writing    {file}, and checking it")
-        with blame(f"--format {name}", UsageError, LEAVE_OUT), quiet():
+        with blame(f"--format {name}", UsageError, LEAVE_OUT), catch_warnings(action="ignore"):
             contents[file] = write(trained)
             found, limit = largest_difference(trained, read(contents[file]))
         if not found <= limit:  # NaN too
@@ -130,6 +127,7 @@ def write_onnx(trained: TrainedModel) -> bytes:
         output_names=["logits"],
         dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         external_data=False,
+        verbose=False,
     )
     assert program
     proto = program.model_proto
@@ -144,18 +142,6 @@ def read_onnx(content: bytes) -> Outputs:
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch.onnx.export, which warns, logs and prints about its internals."""
-    sink = io.StringIO()
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"), redirect_stdout(sink), redirect_stderr(sink):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 CONVERTERS: dict[str, tuple[Callable[[TrainedModel], bytes], Callable[[bytes], Outputs]]] = {

@@ -270,8 +270,9 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
     assert seen == sum(part == "train" for part in parts_of(load(trained / "photos")).values())
     ended = typed("evaluate", "run", "--dataset", "other")
     assert ended.code == 3
-    line = f"--dataset other: run was trained on {seen} of these 60 test images; take them out of"
-    assert line in ended.err
+    line = f"--dataset other: run was trained on {seen} of these 60 test images (test/"
+    unseen = "; give images that it has not seen, in test/CLASS/ (code 3)\n"
+    assert line in ended.err and ended.err.endswith(unseen)
     names = re.findall(r"test/\w+/\d+\.png", ended.err)[:2]
     for split in ("test", "train"):  # a copy in train is none of those
         Path("few", split, "a").mkdir(parents=True)
@@ -279,7 +280,7 @@ def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typ
             shutil.copy(Path("other", name), Path("few", split, "a"))
     noise(999).save("few/test/a/new.png")
     ended = typed("evaluate", "run", "--dataset", "few")
-    assert f"2 of these 3 test images; take them out of test ({', '.join(names)})" in ended.err
+    assert f"2 of these 3 test images ({', '.join(names)}){unseen}" in ended.err
     for name in names:
         Path("few", name).unlink()
     assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
@@ -353,4 +354,4 @@ def test_a_run_on_a_fold_is_evaluated_reported_and_resumed_on_it(typed: Typed) -
     noise(77).save("own/cat/more.png")  # the folds are dealt anew, so some were trained on
     ended = typed("evaluate", "run", "--dataset", "own")
     assert ended.code == 3 and "run was trained on" in ended.err
-    assert "test images; put those that it has not seen into test/CLASS/, or choose" in ended.err
+    assert "); give images that it has not seen, in test/CLASS/ (code 3)" in ended.err

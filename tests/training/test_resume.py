@@ -328,13 +328,14 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
     assert line.startswith("--resume run: run holds no run to resume (config.json: ")
     run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
     (run / "status.json").write_text(json.dumps(STARTING))
+    no_run = "run holds no run to resume"
     good, unsealed = (run / "config.json").read_text(), json.dumps(read_json(run / "config.json"))
     for damage, line in {
-        "": "run/config.json is damaged, or not a JSON object; put it back, or begin another run",
-        "{}": "run holds no run to resume (run: damaged, or from another program)",
-        "[]": "run/config.json is damaged, or not a JSON object",
-        good[:100]: "run/config.json is damaged, or not a JSON object",
-        good.replace('"seed": 0', '"seed": 1'): f"run/config.json {CHANGED}; put it back, or begin",
+        "": f"{no_run} (config.json: is damaged, or not a JSON object; put it back); there is",
+        "{}": f"{no_run} (run: 'format'); ",
+        "[]": f"{no_run} (config.json: is damaged, or not a JSON object; put it back); ",
+        good[:100]: f"{no_run} (config.json: is damaged, or not a JSON object; put it back); ",
+        good.replace('"seed": 0', '"seed": 1'): f"{no_run} (config.json: {CHANGED}; put it back)",
     }.items():
         (run / "config.json").write_text(damage)
         assert refusals(again, tmp_path)[0].startswith(f"--resume run: {line}")

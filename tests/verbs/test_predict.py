@@ -217,7 +217,9 @@ def test_a_folder_is_read_in_the_order_of_names(
     assert verb.find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
         verb.find_images(str(tmp_path / "folder.png"))
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}: there is no model of a finished run"):
+    with pytest.raises(
+        CheckpointError, match=f"^{tmp_path}: no final model.safetensors: No such file"
+    ):
         predict(str(tmp_path), "x.png")
 
 
