@@ -117,8 +117,8 @@ def test_copies_of_an_image_join_their_groups(tmp_path: Path) -> None:
             shutil.copy(own / name_of(3 * one), own / f"{name_of(3 * other)[:-4]}_copy{one}.png")
     shutil.copy(own / NAMES[0], own / "b/loose.png")
     images = load(own, BY_NAME)
-    [said] = images.caveats
-    assert said.startswith("27 of 40 groups count as 9, as they share images: 2 have the same im")
+    said = "27 of 40 groups count as 9, as they share images: 2 have the same image, as "
+    assert sum(each.startswith(said) for each in images.caveats) == 1
     found = sides(images, by_name)
     for number in range(0, 2 * ANIMALS - 4, 4):
         animals = [by_name(name_of(3 * each)) for each in (number, number + 2, number + 3)]
