@@ -235,9 +235,7 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     del found["sha256s"], found["are_photos"]
     part = found.pop("part")
     rows, found["caveats"] = rows_of(part), found.pop("careful")
-    is_drawn_from = "test" in rows or options.test_size != 0
-    groups = _groups_of(found, part >= 0, source, options) if is_drawn_from else None
-    found["groups"] = groups
+    found["groups"] = groups = _groups_of(found, part >= 0, source, options)
     same = held_out.alike(found["keys"], found["decoded_keys"])
     keys = together(same, groups)
     if groups is not None:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.data import held_out
-from ddp_mnist.data.groups import keys_of, together
+from ddp_mnist.data.groups import NONE, keys_of, together
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.listing import STORED_SPLITS
 from ddp_mnist.errors import DataError, blame
+
+# Of groups, of which only the names are known: those of other data may be named so by chance
+NAMED_ALIKE = " named as those trained on: if they are the same, it has seen them"
 
 
 def files_in(path: Path) -> list[str]:
@@ -47,7 +50,7 @@ class ImageData:
     has_validation: bool = False  # the data set has such a split; else it is held out of train
     caveats: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # messages from opening it
-    left_out: Sequence[int] = ()  # keys of images that neither validate nor test, see `without`
+    left_out: Sequence[int] = ()  # keys of images and groups that had been seen, see `without`
 
     @property
     def notes(self) -> list[str]:
@@ -90,6 +93,9 @@ class ImageData:
                 caveats.append(f"{those}, which are left out")
                 left_out += self.keys[there[is_seen]].tolist()
                 rows[split] = there[~is_seen]
+            if (seen := self.of_groups(keys, rows.get(split, there))).size:
+                caveats.append(f"{why}: {len(seen):,} {split} images are of groups{NAMED_ALIKE}")
+                left_out += np.unique(self.groups_at(seen)).tolist()
         return dataclasses.replace(self, rows=rows, caveats=caveats, left_out=left_out)
 
     def are_among(self, keys: Collection[int], rows: np.ndarray) -> np.ndarray:
@@ -101,9 +107,18 @@ class ImageData:
         return np.isin(self.keys[rows], known) | np.isin(self.decoded_keys[rows], known)
 
     def train_keys(self) -> np.ndarray:
-        """Return all keys of the train images, uint64, sorted."""
+        """Return all keys of the train images and of their groups, uint64, sorted."""
         train = self.rows["train"]
-        return np.union1d(self.keys[train], self.decoded_keys[train])
+        every = [self.keys[train], self.decoded_keys[train], self.groups_at(train)]
+        return np.setdiff1d(np.concatenate(every), [np.uint64(NONE)])
+
+    def groups_at(self, rows: np.ndarray) -> np.ndarray:
+        """Return the key of each row's group; NONE if there are no groups."""
+        return np.full(len(rows), NONE, np.uint64) if self.groups is None else self.groups[rows]
+
+    def of_groups(self, keys: Collection[int], rows: np.ndarray) -> np.ndarray:
+        """Return those of the rows whose groups have one of the `keys`."""
+        return rows[np.isin(self.groups_at(rows), np.asarray(keys, np.uint64))]
 
     def with_caveat(self, sentence: str) -> "ImageData":
         """Return the data set with one more sentence on what may spoil a result."""

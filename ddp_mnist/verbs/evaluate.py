@@ -26,7 +26,7 @@ from ddp_mnist.core.batches import Rows
 from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
-from ddp_mnist.data.image_data import ImageData
+from ddp_mnist.data.image_data import NAMED_ALIKE, ImageData
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
@@ -69,7 +69,8 @@ def evaluate_run(flags: Evaluate, distribution: Distribution) -> dict[str, Any] 
         images = _parted(images, flags.split, config["val_size"], config["left_out"])
         rows = subset(images, flags.split)
         if images.digest != config["digest"]:
-            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
+            said = store.broadcast_from_rank0("seen", lambda: _check_unseen(flags, images, rows))
+            images = images.with_caveat(said) if said else images
         model, task = trained.model.to(accelerator.device), trained.task
         if isinstance(task, Classification):
             task = Classification(task.classes, find_loss(loss), extra_scores)
@@ -156,7 +157,8 @@ def _known(flags: Evaluate, images: ImageData, dataset: str) -> str:
     To be called on rank 0, which has the run. Raise DataError if it is its own folder, and none is:
     they may have been edited.
     """
-    known = folder.trained_on(flags.run)
+    groups = images.groups_at(np.arange(len(images.keys)))
+    known = np.setdiff1d(folder.trained_on(flags.run), groups)
     is_there = np.isin(known, np.concatenate([images.keys, images.decoded_keys]))
     if is_there.any():
         return "all" if is_there.all() else "some"
@@ -200,14 +202,14 @@ def _parted(
     raise UsageError(f"--split {split}: {held}; use --split test")
 
 
-def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
+def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> str:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
-    If it is unknown and the images were drawn from a train split, as the run's may have been, raise
-    DataError as well.
+    Return a caveat if it was trained on groups with the names of theirs, else "". If it is unknown
+    and the images were drawn from a train split, as the run's may have been, raise DataError too.
     """
     if flags.split == "train":
-        return
+        return ""
     numbers = rows.rows.numpy()
     if not (keys := folder.trained_on(flags.run)).size:
         lost = f"{flags.run}: has no {folder.TRAINED_ON} of this version"
@@ -215,7 +217,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         if images.test_share is not None:
             raise DataError(f"{unknown}; give images that it has not seen, in test/CLASS/")
         warn(unknown)
-        return
+        return ""
     if len(trained_on := numbers[images.are_among(keys, numbers)]):
         paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()
         those = f"{len(trained_on):,} of these {len(numbers):,} {flags.split} images"
@@ -224,6 +226,9 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         raise DataError(f"{fault}; give images that it has not seen, in test/CLASS/")
     if folder.UNKNOWN in keys:
         warn(f"{flags.run}: which images its --weights had seen is unknown, perhaps some of these")
+    if (seen := images.of_groups(keys, numbers)).size:
+        return f"{flags.run}: {len(seen):,} {flags.split} images are of groups{NAMED_ALIKE}"
+    return ""
 
 
 # --- The table

@@ -235,3 +235,16 @@ def test_a_run_keeps_its_groups_together_to_the_end(typed: Typed) -> None:
     write_noise(Path("new"), *(f"{c}/{n}.png" for c in "ab" for n in range(3)), seed=5)
     found = json.loads(typed("evaluate", "run", "--dataset", "new", "--json").succeeds())
     assert found["count"] == 6
+    assert found["notes"] == ["there is no test split, so all images count"]
+    write_noise(Path("more"), *(name.replace("_", "_7") for name in NAMES), seed=6)
+    found = json.loads(typed("evaluate", "run", "--dataset", "more", "--json").succeeds())
+    trained_on = {by_name(file) for file in images.files_of(images.rows["train"].tolist()).values()}
+    alike = f"{PHOTOS * len(trained_on)} test images are of groups named as those trained on: if"
+    assert found["count"] == len(NAMES) and alike in "\n".join(found["notes"])
+    write_noise(Path("more/train"), *NAMES[30:], seed=7)
+    write_noise(Path("more/test"), *NAMES[:30], seed=8)
+    shutil.rmtree("more/a")
+    shutil.rmtree("more/b")
+    flags = (*flags[:-1], "tuned", "--weights", "run/model.safetensors", "--group", r"A\d+")
+    said = typed("train", "--dataset", "more", *flags).succeeds()
+    assert "was trained on some: " in said and "test images are of groups named as those" in said
