@@ -46,6 +46,10 @@ VERBS = {
     "doctor": "Check this machine, or several that a launcher joins, before training.",
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
 }
+USED_MOST = (  # of train's flags, in the order in which --help shows them
+    *("dataset", "model", "epochs", "batch_size", "lr", "preset", "augment", "mixed_precision"),
+    *("val_size", "seed", "run_dir", "resume", "weights", "target_accuracy", "dry_run"),
+)
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -261,11 +265,15 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    defaults = SHARED.get(name, {})
-    for group, fields in fields_of(*groups, more=defaults).items():
-        is_train = name == "train"
-        section = parser.add_argument_group(group.__name__, group.__doc__) if is_train else parser
-        add_flags(section, fields, defaults)
+    defaults, first = SHARED.get(name, {}), USED_MOST if name == "train" else ()
+    found = fields_of(*groups, more=defaults)
+    every = {field.name: field for fields in found.values() for field in fields}
+    if first:
+        most = parser.add_argument_group("the flags that are used most")
+        add_flags(most, [every[field] for field in first], defaults)
+    for group, fields in found.items():
+        section = parser.add_argument_group(group.__name__, group.__doc__) if first else parser
+        add_flags(section, [field for field in fields if field.name not in first], defaults)
     _, _, parser.epilog = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     words = with_dashes(argv)

@@ -49,6 +49,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(typed: Typed) -> None:
 
 def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     out = typed("train", "--help").out
+    assert "the flags that are used most:\n  --dataset TEXT " in out
     shown = " ".join(out.split())
     for group in (RunFlags, Recipe, Distribution):
         assert f"{group.__name__}: {group.__doc__}" in shown
