@@ -15,6 +15,8 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.affinity import cores
 
+SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with 1, torch.compile does nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
@@ -93,16 +95,19 @@ def choose_device(
         )
 
     compile_options = {} if full_precision else choose_compiler(flags)
-    changed = f"--mixed-precision {kept} -> {precision}, as this machine has no {kept}"
+    off = [f"{name}=1" for name in SWITCHES if compile_options and os.environ.get(name) == "1"]
+    notes = [f"{switch}: nothing is compiled; unset it, or leave out --compile" for switch in off]
+    if is_lost:
+        notes.append(f"--mixed-precision {kept} -> {precision}, as this machine has no {kept}")
     return DeviceConfig(
         device="cpu" if on_cpu else "cuda",
         backend="none" if launch.is_alone else backend,
         precision=precision,
-        compile_options=compile_options,
+        compile_options={} if off else compile_options,
         has_bf16=has_bf16,
         may_choose_precision=is_open and on_cpu and has_bf16,
         launcher_precision=by_launcher or "no",
-        notes=(changed,) if is_lost else (),
+        notes=tuple(notes),
     )
 
 

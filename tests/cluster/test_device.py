@@ -115,6 +115,12 @@ def test_the_compiler_that_the_launcher_names_beats_the_flags(monkeypatch: Patch
     for flags in (plain, compiled):
         assert choose_device(flags, Launch()).compile_options["backend"] == "aot_eager"
         assert choose_device(flags, Launch(), full_precision=True).compile_options == {}
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        with monkeypatch.context() as switched_off:
+            switched_off.setenv(name, "1")
+            found = choose_device(compiled, Launch())
+            assert (found.compile_options, found.compiled_by) == ({}, "no")
+            assert [note.partition(": ")[0] for note in found.notes] == [f"{name}=1"]
     assert choose_device(compiled, Launch()).notes == ()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
     with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
