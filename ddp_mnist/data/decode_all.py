@@ -33,6 +33,7 @@ from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
 from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
+from ddp_mnist.system.files import write_atomically
 from ddp_mnist.system.text import first_of, printable
 
 Array = np.ndarray
@@ -76,7 +77,7 @@ def decode_all(
 
     for number, found in listing.each(decode, threads_for(largest)):
         images[number], keys[number], decoded_keys[number], has_colour[number] = found
-    listing.notes += [*listing.outside(), *broken_files(listing)]
+    listing.notes += [*listing.outside(), *broken_files(listing, folder.with_suffix(".broken.txt"))]
     if listing.classes and not options.for_evaluation:
         listing.check_classes()  # again: a class may have lost its last image
 
@@ -199,12 +200,19 @@ def threads_for(largest: int) -> int:
     return max(1, min(own + 1, int(virtual_memory().available / 2 / (BYTES_A_PIXEL * largest))))
 
 
-def broken_files(listing: Listing) -> list[str]:
-    """Return a note on images that cannot be read; if they are many, raise DataError."""
+def broken_files(listing: Listing, list_of_broken: Path) -> list[str]:
+    """Return a note on images that cannot be read; if they are many, raise DataError.
+
+    If not all are named, they are listed in a file.
+    """
     if not listing.broken:
         return []
     named = [name for _, name in sorted(listing.broken.items())]
     shown = printable(", ".join(first_of(named, SHOWN)))
+    if len(named) > SHOWN:
+        lines = "".join(f"{name}\n" for name in named)
+        write_atomically(list_of_broken, lines.encode(errors="backslashreplace"))
+        shown += f" (all are in {list_of_broken})"
     those = f"{len(named):,} of {len(listing):,} images cannot be read"
     if len(named) <= MOST_BROKEN * len(listing):
         return [f"{those} and were left out: {shown}"]

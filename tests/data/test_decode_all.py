@@ -92,7 +92,8 @@ def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
     message = refused(own)
     assert f"{own}: 123 of 123 images cannot be read: cat/0.png (" in message
     assert message.count(".png (") == decode_all.SHOWN
-    assert "), ...; replace them or move them out" in message
+    [place] = re.findall(r"\), \.\.\. \(all are in (.*)\); replace them or move them out", message)
+    assert len(Path(place).read_text().splitlines()) == 123
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1734\n"
