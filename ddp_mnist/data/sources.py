@@ -132,6 +132,13 @@ def find_source(dataset: str) -> Source:
     raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
 
 
+def check_still_there(dataset: str, run: str) -> None:
+    """Raise DataError if a run's data set, which nobody typed now, was a folder that is gone."""
+    if Path(dataset).is_absolute() and not Path(dataset).is_dir():
+        fix = "name their place now: --dataset"
+        raise DataError(f"{run}: its images were in {dataset}, where there is no folder; {fix}")
+
+
 def from_anywhere(dataset: str) -> str:
     """Return a --dataset that names the same data from any working directory."""
     source = find_source(dataset)

@@ -25,7 +25,7 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.sources import from_anywhere
+from ddp_mnist.data.sources import check_still_there, from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.initial_weights import InitialWeights
@@ -139,6 +139,8 @@ def images_for_net(
     if found.weights and not (config.run.image_size or earlier):
         size = initial_weights.size_for(found.weights, config.recipe.model)
         config = replace(config, run=replace(config.run, image_size=size))
+    if earlier and "dataset" not in config.typed:
+        check_still_there(config.run.dataset, f"--resume {earlier.path}")
     name, images = load_images(config, found, world, console)
     if found.weights:
         images = normalised(images, found.weights, config.recipe.model, earlier)

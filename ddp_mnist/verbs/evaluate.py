@@ -27,6 +27,7 @@ from ddp_mnist.core.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import NAMED_ALIKE, ImageData
+from ddp_mnist.data.sources import check_still_there
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, blame
 from ddp_mnist.system.console import Console, warn
@@ -128,6 +129,7 @@ def _load(
     cache_dir = flags.cache_dir or of_run
     load = partial(cache.load, cache_dir=cache_dir, check=store.is_first_here)
     if not flags.dataset:
+        check_still_there(name, flags.run)
         images = load(name, options=options)
         now = f"put them back, or evaluate it on the current ones: --dataset {quoted(name)}"
         if found := why_others(images, config, name, now):

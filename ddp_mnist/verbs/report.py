@@ -30,7 +30,7 @@ from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.recipe import PRETRAINED
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
-from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.sources import check_still_there, find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame
 from ddp_mnist.nets.published import NAME
 from ddp_mnist.system import files
@@ -173,6 +173,8 @@ def with_answers(run: ReportedRun, flags: Report) -> tuple[ReportedRun, tuple[st
         drawn = {"test_size": run.config.get("test_share")}  # perhaps not what was asked for
         options = options_of({"task": None} | run.config["recipe"] | saved | drawn)
         trained = model_file.from_bytes(model_file.read_bytes(str(run.path)), str(run.path))
+        if not flags.dataset:
+            check_still_there(dataset, run.name)
         cache_dir = flags.cache_dir or cache.dir_of_run(dataset, saved["cache_dir"], options)
         source = find_source(dataset)
         # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
