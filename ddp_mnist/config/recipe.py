@@ -106,7 +106,7 @@ class Recipe(Flags):
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.00025].",
+        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.0005].",
         above=0,
         most=100,
     )

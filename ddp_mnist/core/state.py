@@ -193,9 +193,10 @@ class State:
                 raise ValueError(f"{name} was {saved}, and is {weight.dtype} here")
         groups = self.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-            new = {key: group[key] for key in ("fused", "rate") if key in group}
-            # `fused` is as on this device; an older checkpoint has no `rate`
-            saved |= new | {"rate": saved["rate"]} if "rate" in saved else new
+            if "fused" in group:
+                saved["fused"] = group["fused"]  # as this device has it
+            if "rate" in group:
+                saved.setdefault("rate", group["rate"])  # an older checkpoint has none
         self.net.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         for parameter, moments in self.optimizer.state.items():
