@@ -14,14 +14,9 @@ from .wrappers import last_layer
 
 MOMENTUM = 0.9
 KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in units of the learning rate
-# Polynomials a x + b x^3 + c x^5 that in turn bring a singular value towards 1: the first four of
-# Amsel et al., The Polar Express, 2025, algorithm 1, the best ones for values from 0.001 to 1.
-POLYNOMIALS = (
-    (8.2872, -23.5959, 17.3004),
-    (4.1071, -2.9478, 0.5448),
-    (3.9487, -2.9089, 0.5518),
-    (3.3184, -2.4885, 0.5100),
-)
+# An iteration takes a singular value x to A x + B x^3 + C x^5 (Jordan et al.). With the four of
+# Amsel et al., The Polar Express, 2025, N processes differ from one 2000 times more after 45 steps.
+ITERATIONS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 
 
 class Muon(torch.optim.AdamW):
@@ -61,8 +56,8 @@ def orthogonal(matrices: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
     """Return approximately U V' of the singular value decomposition U S V' of each matrix.
 
     A kernel [out, in, height, width] counts as a matrix [out, in x height x width]. Singular values
-    from a thousandth of a matrix's norm on end between 0.44 and 1.56, zeros stay zeros. Matrices of
-    one shape are computed together.
+    from 0.002 of a matrix's norm on end between 0.68 and 1.21, zeros stay zeros. Matrices of one shape
+    are computed together.
     """
     by_shape = defaultdict[torch.Size, list[int]](list)
     for index, matrix in enumerate(matrices):
@@ -73,9 +68,9 @@ def orthogonal(matrices: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
         x = torch.stack([found[index] for index in indices]).flatten(2)
         is_tall = x.shape[1] > x.shape[2]
         x = x.mT if is_tall else x  # the smaller product
-        for a, b, c in POLYNOMIALS:
+        for _ in range(ITERATIONS):
             gram = torch.bmm(x, x.mT)
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
         x = x.mT if is_tall else x
         for index, direction in zip(indices, x.reshape(-1, *shape).unbind(), strict=True):
             found[index] = direction

@@ -66,12 +66,12 @@ def test_orthogonal_keeps_the_directions_and_evens_out_their_lengths(
 ) -> None:
     stream = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=stream).double(), full_matrices=False)
-    lengths = torch.logspace(0, -2.5, len(v), dtype=torch.float64)  # 1 down to 0.003
+    lengths = torch.logspace(0, -2, len(v), dtype=torch.float64)  # 1 down to 0.01
     [result] = orthogonal([(1e3 * u * lengths @ v).to(dtype)])
     assert (result.shape, result.dtype) == (shape, dtype)
     within = u.T @ result.double() @ v.T
-    assert within.diagonal().min() > 0.43
-    assert within.diagonal().max() < 1.57
+    assert within.diagonal().min() > 0.67
+    assert within.diagonal().max() < 1.21
     assert (within - within.diagonal().diag()).abs().max() < 1e-4
     nothing = torch.zeros(shape, dtype=dtype)
     assert torch.equal(orthogonal([nothing])[0], nothing)
