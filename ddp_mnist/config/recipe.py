@@ -21,6 +21,7 @@ NAMED = r"timm:[\w.]+|[\w.]+:\w+"  # LIBRARY:NET or MODULE:NAME
 # Of a net that starts from weights: the side of its images, unless the weights say another, and the
 # learning rate of its last layer, which is new, as a multiple of the others'
 FINE_TUNED_SIDE, HEAD_RATE = 160, 10.0
+SGD_FROM_WEIGHTS = 2e-3  # its rate then, a tenth of that of pictures; AdamW's moves next to nothing
 
 
 class Defaults(NamedTuple):
@@ -102,7 +103,8 @@ class Recipe(Flags):
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.00025].",
+        "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001, from weights 0.00025, or"
+        " 0.002 of sgd].",
         above=0,
         most=100,
     )
@@ -193,6 +195,7 @@ def resolve_recipe(
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
     # With AdamW and our nets' learning rate, resnet18 learns nothing.
     lr = defaults.lr if fine_tunes or model in NETS or optimizer == "sgd" else 1e-3
+    lr = SGD_FROM_WEIGHTS if fine_tunes and optimizer == "sgd" else lr
     augment = recipe.augment
     if augment is None:  # a mirrored or shifted image may have other targets
         augment = defaults.augment and not recipe.task

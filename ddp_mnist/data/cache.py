@@ -233,13 +233,19 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     rows.setdefault("train", np.arange(0))
     train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
     is_fold = bool(options.fold and test_share)
-    lacking = {"the test has": train - test}
-    lacking |= {"train has, in this fold,": test - train} if is_fold else {}
-    fix = "add images" + ", or give a larger --test-size" * bool(test_share and not is_fold)
-    for split_has, those in lacking.items():
-        if those:
-            shown = joined((f'"{found["classes"][label]}"' for label in sorted(those)), 80)
-            found["caveats"].append(f"{split_has} no image of {shown}: {fix}")
+
+    def named(labels: set[int]) -> str:
+        return joined((f'"{found["classes"][label]}"' for label in sorted(labels)), 80)
+
+    if train - test:
+        fix = "add images"
+        if test_share and not is_fold:
+            fix += ", or give a larger --test-size"
+        found["caveats"].append(f"the test has no image of {named(train - test)}: {fix}")
+    if is_fold and test - train:
+        found["caveats"].append(
+            f"train has, in this fold, no image of {named(test - train)}: add images"
+        )
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)

@@ -142,14 +142,22 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
-        whole = ", kept whole on grey" if options.fit == "pad" else ""
-        became = f"became {size[0]}x{size[1]}{whole}"
+        how = ", kept whole on grey" if options.fit == "pad" else ""
+        if options.fit == "crop" and any(is_cut(each, size) for each in sizes):
+            how = ", cut to their middle (train --fit pad keeps them whole)"
+        became = f"became {size[0]}x{size[1]}{how}"
         notes.append(f"images of {', '.join(first_of(shown, 3))} {became}")
     if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
         notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
     return (3 if colour else 1, *size), notes, max(height * width for height, width in sizes)
+
+
+def is_cut(size: tuple[int, int], to: tuple[int, int]) -> bool:
+    """Return whether more than 2 % of an image of this height and width is lost for its ratio."""
+    (height, width), (new_height, new_width) = size, to
+    return abs(math.log(height * new_width / (width * new_height))) > 0.02
 
 
 def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:

@@ -88,12 +88,13 @@ def joined_by_copies(
     """
     named = np.flatnonzero(groups != NONE)
     names, first = np.unique(groups[named], return_index=True)
-    parts, sizes = np.unique(drawn_by[named][first], return_counts=True)
-    if len(parts) < len(names):
+    _, sizes = np.unique(drawn_by[named][first], return_counts=True)
+    if len(sizes) < len(names):
         pairs = np.unique(np.stack([keys[named], groups[named]]), axis=1)
         shared, owners = np.unique(pairs[0], return_counts=True)
         row = named[keys[named] == shared[owners.argmax()]][0]
-        those = f"{sizes[sizes > 1].sum():,} of {len(names):,} groups count as {(sizes > 1).sum():,}"
+        several = sizes[sizes > 1]
+        those = f"{several.sum():,} of {len(names):,} groups count as {len(several):,}"
         has = f"{owners.max():,} have the same image{as_file(files[row])}"
         yield f"{those}, as they share images: {has}; take it out if it shows nothing"
 

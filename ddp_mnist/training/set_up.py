@@ -186,7 +186,7 @@ def refuse_to_draw(config: TrainConfig, dataset: str, images: ImageData) -> None
         ("val_size", config.recipe.val_size, "validation"),
     ):
         if name in config.typed and there[split]:
-            fault = f"--dataset {dataset} already has a {split} split"
+            fault = f"--dataset {dataset} already has a split for the {split}"
             raise UsageError(f"{typed_flag(name, value)}: {fault}; remove {flag_name(name)}")
 
 

@@ -209,8 +209,8 @@ def _parted(
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> str:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
-    Return a caveat if it was trained on groups with the names of theirs, else "". If it is unknown and the images were drawn from a train split, as the run's may have been, raise
-    DataError as well.
+    Return a caveat if it was trained on groups with the names of theirs, else "". If it is unknown
+    and the images were drawn from a train split, as the run's may have been, raise DataError too.
     """
     if flags.split == "train":
         return ""
@@ -224,7 +224,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> str:
         return ""
     if len(trained_on := numbers[images.are_among(keys, numbers)]):
         fix = "use --split test"
-        if images.test_share and flags.split == "test":  # as the folds of a set that has grown are dealt anew
+        if images.test_share and flags.split == "test":  # folds of a set that grew are dealt anew
             fix = "put those that it has not seen into test/CLASS/"
         elif flags.split == "test":
             paths = images.files_of(trained_on[:MOST_NAMED].tolist()).values()

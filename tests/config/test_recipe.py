@@ -75,6 +75,12 @@ def test_the_net_decides_optimizer_and_learning_rate(
         assert (flags.optimizer, flags.lr) == (recipe.optimizer, recipe.lr) == (optimizer, lr)
 
 
+@pytest.mark.parametrize(("typed", "lr"), [(None, 2.5e-4), ("sgd", 2e-3)])
+def test_from_weights_sgd_takes_longer_steps_than_adamw(typed: str | None, lr: float) -> None:
+    model = Recipe("fast", NOT_OURS[0], optimizer=typed)
+    assert resolve_recipe(model, DIGITS, 1, kind="pictures", fine_tunes=True)[1].lr == lr
+
+
 def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise() -> None:
     kinds = ("strokes", "pictures", "characters")
     for typed, kind in itertools.product((None, True, False), kinds):

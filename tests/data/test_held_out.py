@@ -347,10 +347,14 @@ def test_a_run_on_a_fold_is_evaluated_reported_and_resumed_on_it(typed: Typed) -
     assert ended.err.startswith("ddp-mnist: error: --fold 1/5: run was made with 2/5;")
     write_noise(Path("given"), *split_up())
     ended = typed(*command, "--dataset", "given", "--fold", "1/2")
-    assert "--fold 1/2: --dataset given already has a test split; remove --fold" in ended.err
+    assert "--fold 1/2: --dataset given already has a split for the test; remove" in ended.err
     ended = typed(*command, "--dataset", "given", "--test-size", "60")
-    assert "--test-size 60: --dataset given already has a test split; remove" in ended.err
+    assert "--test-size 60: --dataset given already has a split for the test; remove" in ended.err
     noise(77).save("own/cat/more.png")  # the folds are dealt anew, so some were trained on
     ended = typed("evaluate", "run", "--dataset", "own")
     assert ended.code == 3 and "run was trained on" in ended.err
     assert "test images; put those that it has not seen into test/CLASS/, or choose" in ended.err
+    for number in range(0, 20, 2):
+        Path(f"own/cat/{number}.png").unlink()
+    ended = typed("evaluate", "run", "--dataset", "own", "--split", "validation")
+    assert "validation images; use --split test, or choose other images" in ended.err

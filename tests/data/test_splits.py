@@ -174,7 +174,7 @@ def test_a_run_validates_on_the_split_that_there_is(typed: Typed) -> None:
     command = ["train", "--dataset", "own", "--model", "mlp", "--batch-size", 4, "--cpu"]
     ended = typed(*command, "--val-size", 2)
     assert ended.code == 2
-    line = "--val-size 2: --dataset own already has a validation split; remove --val-size"
+    line = "--val-size 2: --dataset own already has a split for the validation; remove --val-size"
     assert line in ended.err
     more = ("--preset", "accurate", "--patience", 3, "--epochs", 1, "--run-dir", "run")
     said = typed(*command, *more).succeeds()
