@@ -245,6 +245,6 @@ def test_a_run_keeps_its_groups_together_to_the_end(typed: Typed) -> None:
     write_noise(Path("more/test"), *NAMES[:30], seed=8)
     shutil.rmtree("more/a")
     shutil.rmtree("more/b")
-    flags = (*flags[:-1], "tuned", "--weights", "run/model.safetensors", "--group", r"A\d+")
-    said = typed("train", "--dataset", "more", *flags).succeeds()
+    from_run = ("--weights", "run/model.safetensors", "--group", r"A\d+")
+    said = typed("train", "--dataset", "more", *flags[:-1], "tuned", *from_run).succeeds()
     assert "was trained on some: " in said and "test images are of groups named as those" in said
