@@ -18,15 +18,7 @@ from ddp_mnist.config.flag_fields import refuse_address
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import held_out
 from ddp_mnist.data.decode_all import decode_all, rows_of
-from ddp_mnist.data.groups import (
-    NONE,
-    as_file,
-    joined_by_copies,
-    keys_of,
-    named_by,
-    on_two_sides,
-    together,
-)
+from ddp_mnist.data.groups import NONE, as_file, doubts_about, keys_of, named_by, together
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
 from ddp_mnist.data.sources import Source, find_source
@@ -221,7 +213,7 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     same = held_out.alike(found["keys"], found["decoded_keys"])
     keys = together(same, groups)
     if groups is not None:
-        found["caveats"] += joined_by_copies(groups, same, keys, files_in(found["files"]))
+        found["caveats"] += doubts_about(groups, same, keys, rows, files_in(found["files"]))
     labels = held_out.strata(found["targets"])
     test_share, has_validation = None, "validation" in rows
     if "test" not in rows:
@@ -229,27 +221,22 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     elif groups is not None:
         each = [f"{len(np.unique(keys[these])):,} in {split}" for split, these in rows.items()]
         found["notes"].insert(0, f"groups: {', '.join(each)}")
-        found["caveats"] += on_two_sides(groups, rows, files_in(found["files"]))
     rows.setdefault("train", np.arange(0))
     train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
     is_fold = bool(options.fold and test_share)
-
-    def named(labels: set[int]) -> str:
-        return joined((f'"{found["classes"][label]}"' for label in sorted(labels)), 80)
-
-    if train - test:
-        fix = "add images"
-        if test_share and not is_fold:
-            fix += ", or give a larger --test-size"
-        found["caveats"].append(f"the test has no image of {named(train - test)}: {fix}")
-    if is_fold and test - train:
-        found["caveats"].append(
-            f"train has, in this fold, no image of {named(test - train)}: add images"
-        )
+    if lacking := _named(train - test, found["classes"]):
+        larger = ", or give a larger --test-size" if test_share and not is_fold else ""
+        found["caveats"].append(f"the test has no image of {lacking}: add images{larger}")
+    if is_fold and (lacking := _named(test - train, found["classes"])):
+        found["caveats"].append(f"train has, in this fold, no image of {lacking}: add images")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
     return ImageData(**found, rows=rows, test_share=test_share, has_validation=has_validation)
+
+
+def _named(labels: set[int], classes: list[str]) -> str:
+    return joined((f'"{classes[label]}"' for label in sorted(labels)), 80)
 
 
 def _groups_of(

@@ -68,35 +68,32 @@ def together(keys: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
     return np.where(lowest[part] == NONE, keys, lowest[part])
 
 
-def on_two_sides(
-    groups: np.ndarray, rows: Mapping[str, np.ndarray], files: Sequence[str]
+def doubts_about(
+    groups: np.ndarray,
+    keys: np.ndarray,
+    drawn_by: np.ndarray,
+    rows: Mapping[str, np.ndarray],
+    files: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a sentence on the groups that two splits share, with the file of such an image."""
+    """Yield a sentence on groups that count as fewer, see `together`, and on those that two splits
+    share, each with the file of an image; of the former the image that most of them share.
+    """
+    named = np.flatnonzero(groups != NONE)
+    names, first = np.unique(groups[named], return_index=True)
+    _, sizes = np.unique(drawn_by[named][first], return_counts=True)
+    if len(several := sizes[sizes > 1]):
+        pairs = np.unique(np.stack([keys[named], groups[named]]), axis=1)
+        shared, owners = np.unique(pairs[0], return_counts=True)
+        row = named[keys[named] == shared[owners.argmax()]][0]
+        those = f"{several.sum():,} of {len(names):,} groups count as {len(several):,}"
+        has = f"{owners.max():,} have the same image{as_file(files[row])}"
+        yield f"{those}, as they share images: {has}; take it out if it shows nothing"
     for one, other in itertools.combinations(rows, 2):
         there = rows[other][groups[rows[other]] != NONE]
         if (shared := there[np.isin(groups[there], groups[rows[one]])]).size:
             few, of_all = (len(np.unique(groups[each])) for each in (shared, there))
             those = f"{few:,} of {of_all:,} groups in {other} are in {one} too"
             yield f"{those}{as_file(files[shared[0]])}: put each wholly into one"
-
-
-def joined_by_copies(
-    groups: np.ndarray, keys: np.ndarray, drawn_by: np.ndarray, files: Sequence[str]
-) -> Iterator[str]:
-    """Yield a sentence on the groups that count as fewer, see `together`, with the file of the
-    image that most of them share.
-    """
-    named = np.flatnonzero(groups != NONE)
-    names, first = np.unique(groups[named], return_index=True)
-    _, sizes = np.unique(drawn_by[named][first], return_counts=True)
-    if len(sizes) < len(names):
-        pairs = np.unique(np.stack([keys[named], groups[named]]), axis=1)
-        shared, owners = np.unique(pairs[0], return_counts=True)
-        row = named[keys[named] == shared[owners.argmax()]][0]
-        several = sizes[sizes > 1]
-        those = f"{several.sum():,} of {len(names):,} groups count as {len(several):,}"
-        has = f"{owners.max():,} have the same image{as_file(files[row])}"
-        yield f"{those}, as they share images: {has}; take it out if it shows nothing"
 
 
 def as_file(file: str) -> str:

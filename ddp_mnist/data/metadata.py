@@ -197,7 +197,7 @@ def read_metadata(
                 before = found.setdefault(image, row)
                 for what, one, other in zip(WORDS, before, row, strict=True):
                     if one != other:
-                        both = " and ".join("none" if x == "" else str(x) for x in (one, other))
+                        both = f"{str(one) or 'none'} and {str(other) or 'none'}"
                         fault = f"{image} has the {what} {both}"
                         raise DataError(f"{at}: {place}: {fault}; decide on one")
     words = [row.target for row in found.values()]
