@@ -35,7 +35,7 @@ FLAGS = {
     "predict": "run images show top sure digit_photos json csv",
     "report": "run out png dataset cache_dir",
     "export": "run format out license",
-    "prepare": "dataset image_size grey task cache_dir refresh",
+    "prepare": "dataset image_size grey fit class_folder task cache_dir refresh",
     "doctor": "processes minutes dataset cache_dir run_dir json",
     "verify": "processes gpu model loss task dataset inject save",
 }

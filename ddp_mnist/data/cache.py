@@ -251,17 +251,19 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     rows.setdefault("train", np.arange(0))
     train, test = ({*labels[rows[split]].tolist()} for split in ("train", "test"))
     is_fold = bool(options.fold and test_share)
-    lacking = {"the test has": train - test}
-    lacking |= {"train has, in this fold,": test - train} if is_fold else {}
-    fix = "add images" + ", or give a larger --test-size" * bool(test_share and not is_fold)
-    for split_has, those in lacking.items():
-        if those:
-            shown = joined((f'"{found["classes"][label]}"' for label in sorted(those)), 80)
-            found["caveats"].append(f"{split_has} no image of {shown}: {fix}")
+    if lacking := _named(train - test, found["classes"]):
+        larger = ", or give a larger --test-size" if test_share and not is_fold else ""
+        found["caveats"].append(f"the test has no image of {lacking}: add images{larger}")
+    if is_fold and (lacking := _named(test - train, found["classes"])):
+        found["caveats"].append(f"train has, in this fold, no image of {lacking}: add images")
     mean, std = mean_and_std(found.pop("sums")[rows["train"]], found["images"].shape[1:])
     more = {"mean": mean, "std": std, "notes": found.pop("notes")}
     found["image_format"] = ImageFormat.from_dict(found["image_format"] | more)
     return ImageData(**found, rows=rows, test_share=test_share, has_validation=has_validation)
+
+
+def _named(labels: set[int], classes: list[str]) -> str:
+    return joined((f'"{classes[label]}"' for label in sorted(labels)), 80)
 
 
 def _groups_of(

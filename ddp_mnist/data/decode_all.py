@@ -44,6 +44,7 @@ RowsBySplit = dict[str, Array]  # by split
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
 SHOWN = 10  # broken files to name in an error
 MOST_BROKEN = 0.01  # of all, which are left out
+SEEN_CUT = 0.02  # of a side; rounding takes less
 SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
 BLOCK = 2**22  # pixels at a time, for statistics
 BYTES_A_PIXEL = 20  # at most, while an image is decoded
@@ -142,8 +143,12 @@ def find_shape(listing: Listing, options: ImageOptions) -> tuple[Shape, list[str
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
-        whole = ", kept whole on grey" if options.fit == "pad" else ""
-        became = f"became {size[0]}x{size[1]}{whole}"
+        how, ratio = "", size[0] / size[1]
+        if options.fit == "pad":
+            how = ", kept whole on grey"
+        elif any(abs(math.log(height / width / ratio)) > SEEN_CUT for height, width in sizes):
+            how = ", cut to their middle (train --fit pad keeps them whole)"
+        became = f"became {size[0]}x{size[1]}{how}"
         notes.append(f"images of {', '.join(first_of(shown, 3))} {became}")
     if colourful and options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")

@@ -63,6 +63,9 @@ class Described(NamedTuple):
     group: str  # "" as well, or if its cell is empty
 
 
+WORDS = ("labels", "splits", "groups")  # for each of these
+
+
 def is_name(cell: Any) -> bool:
     return isinstance(cell, str) and bool(cell.strip())
 
@@ -192,9 +195,10 @@ def read_metadata(
             for name, row, (place, _) in zip(names, rows, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
                 before = found.setdefault(image, row)
-                for what, *both in zip(("labels", "splits", "groups"), before, row, strict=True):
-                    if both[0] != both[1]:
-                        fault = f"{image} has the {what} {both[0]} and {both[1]}"
+                for what, one, other in zip(WORDS, before, row, strict=True):
+                    if one != other:
+                        both = f"{str(one) or 'none'} and {str(other) or 'none'}"
+                        fault = f"{image} has the {what} {both}"
                         raise DataError(f"{at}: {place}: {fault}; decide on one")
     words = [row.target for row in found.values()]
     if all(isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in words):

@@ -92,8 +92,10 @@ class Prepare(Flags):
     """
 
     dataset: str = flag("mnist", "Data set, as for train.")
-    image_size: str | None = flag(None, "Size to resize images to, as for train.")
+    image_size: str | None = flag(None, "Size, as for train, which takes photos at 160 [as it is].")
     grey: bool = flag(False, "Convert colour images to grey.")
+    fit: str = flag("crop", "Cut or pad images, as for train.", choices=("crop", "pad"))
+    class_folder: str = flag("last", "That of classes, as for train.", choices=("last", "first"))
     task: str | None = flag(None, "Your own task, as for train [classes].")
     cache_dir: str | None = flag(None, CACHE_DIR)
     refresh: bool = flag(False, "Decode again even if cached.")

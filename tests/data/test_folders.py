@@ -218,6 +218,14 @@ def test_a_folder_of_a_built_in_name_is_not_meant_and_a_line_says_so(
     assert "8 train" in printed and "give ./digits" not in printed
 
 
+def test_what_is_prepared_is_what_train_reads_then(here: Path, typed: Typed) -> None:
+    write_noise(here / "own", *(f"{c}/{n % 3}/{n}.png" for c in "ab" for n in range(12)))
+    how = ("--dataset", "own", "--class-folder", "first", "--fit", "pad", "--image-size", 8)
+    assert "images of 2 classes" in typed("prepare", *how).succeeds()
+    said = typed("train", *how, "--model", "mlp", "--batch-size", 4, "--dry-run").succeeds()
+    assert "became 8x8, kept whole on grey" in said and "decoded once" not in said
+
+
 def test_images_outside_of_the_folder_that_names_them_are_read_again(tmp_path: Path) -> None:
     """As a parquet file may, in a column of paths and no bytes."""
     away, own = write_noise(tmp_path / "away", *flat(TRAIN)), tmp_path / "own"

@@ -146,6 +146,12 @@ REFUSED: dict[str, tuple[str, Any]] = {  # words of the line, and what is in the
 }
 
 
+def test_a_row_without_a_group_is_not_one_with(tmp_path: Path) -> None:
+    rows = [("0.png", "cat", ""), ("0.png", "cat", "A")]
+    with pytest.raises(DataError, match=r"line 3: 0\.png has the groups none and A; decide on one"):
+        listed(tmp_path, csv(",", "file_name,label,group", rows), "metadata.csv")
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_wrong_is_told_with_file_and_line(words: str, tmp_path: Path) -> None:
     ending, content = REFUSED[words]

@@ -208,7 +208,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     said = " ".join(printed.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
     note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
-    assert f"images of 40x50 became 160x160; {note}" in said
+    assert "images of 40x50 became 160x160, cut to their middle" in said and f"; {note}" in said
     assert "10 times that in the last layer, BatchNorm keeps its statistics" in said
     (torchvisions / FILE).unlink()
 

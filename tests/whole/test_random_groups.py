@@ -4,8 +4,7 @@ Each is a function of its seed. Held in memory, it goes through all that decides
 validate and test; and it grows twice.
 """
 
-import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,10 @@ import pytest
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.groups import NONE, keys_of, together
+from ddp_mnist.data.held_out import alike, strata
+from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.sources import Source
+from tests.data_sets import GREY
 
 SETS, CLASSES, FOLDS = 150, 3, 4
 SOURCE = Source("it", "hub", "a/b", "it")
@@ -48,24 +50,14 @@ def make(seed: int) -> Images:
     return images.only(draw.permutation(len(images.keys)))
 
 
-def splits_of(images: Images, place: Path, **options: Any) -> np.ndarray:
+def splits_of(images: Images, **options: Any) -> np.ndarray:
     """Return the split of each image, drawn as for a run."""
-    count = len(images.keys)
-    (place / "files.json").write_text(json.dumps([""] * count))
-    found: dict[str, Any] = dict.fromkeys(("name", "source", "digest"), "it")
-    found |= {name: [] for name in ("notes", "careful", "warnings")}
-    found |= {
-        "classes": list("abc"),
-        "files": place / "files.json",
-        "sha256s": {},
-        "are_photos": False,
-    }
-    found |= {"keys": images.keys, "decoded_keys": images.keys, "targets": images.labels}
-    found |= {"groups": images.groups, "part": np.zeros(count, np.int8)}
-    found |= {"images": np.zeros((count, 1, 1, 1)), "sums": np.zeros((count, 1, 2))}
-    kinds = {"bright_on_black": False, "digit_photos": False}
-    found["image_format"] = {"shape": (1, 1, 1), **kinds}
-    data = cache._image_data(found, SOURCE, ImageOptions(**options))
+    count, keys = len(images.keys), images.keys
+    rows, found = {"train": np.arange(count)}, {"groups": images.groups, "digest": "", "notes": []}
+    drawn_by, how = together(alike(keys, keys), images.groups), ImageOptions(**options)
+    share = cache._draw_test(found, rows, drawn_by, strata(images.labels), SOURCE, how)
+    data = ImageData("it", "it", "", [*"abc"], GREY, keys, images.labels, keys, keys, rows)
+    data = replace(data, groups=images.groups, test_share=share)
     rows = data.hold_out(len(data.rows["train"]) // 5).rows
     splits = np.full(count, "none      ")
     for split, these in rows.items():
@@ -99,24 +91,20 @@ def steady(images: Images, splits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(SETS))
-def test_no_group_is_parted_and_none_changes_sides_as_a_set_grows(
-    seed: int, tmp_path: Path
-) -> None:
+def test_no_group_is_parted_and_none_changes_sides_as_a_set_grows(seed: int) -> None:
     images = make(seed)
     named = images.groups != NONE
-    in_the_end = splits_of(images, tmp_path, test_size=0.3)
+    in_the_end = splits_of(images, test_size=0.3)
     for parts, there in ((images.groups, named), (images.keys, slice(None))):
         assert are_whole(parts[there], in_the_end[there])
     order = np.random.default_rng(seed).random(len(named))
     order[steady(images, in_the_end)] = 0
     for share in (0.3, 0.6):
         earlier = np.flatnonzero(order < share)
-        assert (
-            splits_of(images.only(earlier), tmp_path, test_size=0.3) == in_the_end[earlier]
-        ).all()
+        assert (splits_of(images.only(earlier), test_size=0.3) == in_the_end[earlier]).all()
     tests = np.zeros(len(named), int)
     for number in range(1, FOLDS + 1):
-        splits = splits_of(images, tmp_path, fold=(number, FOLDS))
+        splits = splits_of(images, fold=(number, FOLDS))
         tests += splits == "test"
         for parts, there in ((images.groups, named), (images.keys, slice(None))):
             assert are_whole(parts[there], splits[there])
