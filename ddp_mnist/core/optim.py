@@ -56,8 +56,8 @@ def orthogonal(matrices: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
     """Return approximately U V' of the singular value decomposition U S V' of each matrix.
 
     A kernel [out, in, height, width] counts as a matrix [out, in x height x width]. Singular values
-    from 0.002 of a matrix's norm on end between 0.68 and 1.21, zeros stay zeros. Matrices of one shape
-    are computed together.
+    from 0.002 of a matrix's norm on end between 0.68 and 1.21, zeros stay zeros. Matrices of one
+    shape are computed together.
     """
     by_shape = defaultdict[torch.Size, list[int]](list)
     for index, matrix in enumerate(matrices):
