@@ -12,7 +12,7 @@ from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.core.optim import make_optimizer
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.task import Task
-from ddp_mnist.core.wrappers import Normalised, hold_still
+from ddp_mnist.core.wrappers import Normalised, hold_still, last_layer
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.data.splits import subset
 from ddp_mnist.errors import UsageError
@@ -114,11 +114,13 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     sharers = 1 if sync_bn else world.store.world_size
     at_once = run.recipe.batch_size // run.recipe.grad_accum // sharers
     trial.check(net := trial.made(make), run.model, run.task.outputs, image_format.shape, at_once)
-    learning = [each for each in net.parameters() if each.requires_grad]
-    outputs = (run.task.outputs,)
-    if recipe.freeze and any(each.shape[:1] != outputs for each in learning):
-        fault = f"the layer that {run.model} defines last does not give the {outputs[0]} outputs"
-        raise UsageError(f"--freeze: {fault}; define the one that does last")
+    outputs, last = run.task.outputs, net.get_submodule(last_layer(net))
+    if (recipe.freeze or run.recipe.head_rate != 1) and any(
+        each.shape[:1] != (outputs,) for each in last.parameters()
+    ):
+        flag = "--freeze" if recipe.freeze else f"--weights {recipe.weights}"
+        fault = f"the layer that {run.model} defines last does not give the {outputs} outputs"
+        raise UsageError(f"{flag}: {fault}; define the one that does last")
     if (sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
         flag = "--sync-bn" if sync_bn else "--inject batchnorm"
         raise UsageError(

@@ -139,14 +139,15 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self, classes, shape):
         super().__init__()
-        self.head, self.body = nn.Linear(8, classes), nn.Linear(shape[1] * shape[2], 8)
+        layers = nn.Linear(8, classes), nn.Linear(shape[1] * shape[2], 8)
+        self.head, self.body = layers
 
     def forward(self, x):
         return self.head(self.body(x.flatten(1)))
 """
 
 
-def test_the_last_layer_alone_is_not_trained_if_it_does_not_give_the_outputs(
+def test_the_last_layer_is_not_taken_for_the_head_if_it_does_not_give_the_outputs(
     here: Path, typed: Typed
 ) -> None:
     (here / "head_first.py").write_text(HEAD_FIRST)
@@ -155,15 +156,16 @@ def test_the_last_layer_alone_is_not_trained_if_it_does_not_give_the_outputs(
     torch.save(scope["Net"](10, (1, 28, 28)).state_dict(), "w.pth")
     command = ["train", "--dataset", "digits", "--dry-run", "--image-size", 28, "--cpu"]
     command += ["--model", "head_first:Net", "--weights", "w.pth"]
-    assert typed(*command).code == 0
-    ended = typed(*command, "--freeze")
-    assert ended.code == 2 and "error: --freeze: the layer that head_first:Net " in ended.err
+    for flag in ("--weights w.pth", "--freeze"):
+        ended = typed(*command, *flag.split())
+        assert ended.code == 2 and f"error: {flag}: the layer that head_first:Net " in ended.err
 
 
 def test_a_net_that_a_file_of_weights_names_is_watched_as_one_that_is_typed(
     here: Path, typed: Typed
 ) -> None:
-    (here / "watched.py").write_text(HEAD_FIRST)
+    body_first = HEAD_FIRST.replace("head, self.body = layers", "body, self.head = layers[::-1]")
+    (here / "watched.py").write_text(body_first)
     command = ["train", "--dataset", "digits", "--epochs", 1, "--cpu", "--quiet"]
     typed(*command, "--model", "watched:Net", "--run-dir", "one").succeeds()
     from_it = [*command, "--weights", "one/model.safetensors"]
