@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ from tests.commands import (
 
 pytestmark = pytest.mark.system
 preload("sklearn.datasets")  # of which the templates take the digits
+
+
+def test_the_commands_of_a_chapter_are_a_script() -> None:
+    guide = (REPOSITORY / "docs" / "guide.md").read_text()
+    [(command, chapter)] = re.findall(r"`(sed -n .* (docs/course/\S+))`", guide)
+    printed = subprocess.check_output(shlex.split(command), cwd=REPOSITORY, text=True)
+    commands = [each.body for each in fences_of(Path(chapter)) if each.language == "sh"]
+    assert commands and printed == "".join(commands)
 
 
 def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
