@@ -1,10 +1,14 @@
 """What a person copies from here stands alone: the textbook's file, templates, one's own files."""
 
 import itertools
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,7 @@ from tests.commands import (
     torchrun,
     write_given,
 )
+from tests.data_sets import write_parquet
 
 pytestmark = pytest.mark.system
 preload("sklearn.datasets")  # of which the templates take the digits
@@ -35,6 +40,21 @@ def test_the_commands_of_a_chapter_are_a_script() -> None:
     printed = subprocess.check_output(shlex.split(command), cwd=REPOSITORY, text=True)
     commands = [each.body for each in fences_of(Path(chapter)) if each.language == "sh"]
     assert commands and printed == "".join(commands)
+
+
+def test_a_stand_in_for_the_hub_answers_until_enter(tmp_path: Path) -> None:
+    [script] = [each.body for each in fences_of(Path("deploy/README.md")) if "Hub(" in each.body]
+    write_parquet(tmp_path / "flowers")
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command, pipe = ["bash", "-c", script], subprocess.PIPE
+    hub = subprocess.Popen(command, cwd=tmp_path, env=variables, stdin=pipe, stdout=pipe)
+    assert hub.stdout
+    printed = b"".join(iter(partial(hub.stdout.read, 1), b")")).decode()
+    [endpoint] = re.findall(r"HF_ENDPOINT=(\S+)", printed)
+    with urllib.request.urlopen(f"{endpoint}/api/datasets/me/flowers") as answer:
+        assert json.load(answer)["id"] == "me/flowers"
+    hub.communicate(b"\n", timeout=60)
+    assert hub.returncode == 0
 
 
 def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
