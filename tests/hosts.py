@@ -132,6 +132,11 @@ class Hosts:
         shown = subprocess.run(command, check=True, capture_output=True).stdout
         return sum(queue["drops"] for queue in json.loads(shown))
 
+    def limit(self, index: int, rate: str) -> None:
+        """Let what host `index` receives through at this rate, e.g. 200mbit; nothing is lost."""
+        limits = ("rate", rate, "burst", "256kb", "limit", "4mb")
+        run("tc", "qdisc", "add", "dev", f"{self.bridge}p{index}", "root", "tbf", *limits)
+
     def cut(self, index: int) -> None:
         """Take host `index` off the network, as if its cable were pulled."""
         run("ip", "link", "set", f"{self.bridge}p{index}", "down")

@@ -48,7 +48,7 @@ class Preset(NamedTuple):
 
 # The net that pictures are learned with, from ImageNet's weights, if these are at hand
 PRETRAINED = "torchvision:regnet_y_400mf"
-FROM_WEIGHTS: dict[str, Any] = {"model": PRETRAINED, "lr": 1e-2, "lr_of_others": 5e-4}
+FROM_WEIGHTS: dict[str, Any] = {"model": PRETRAINED, "lr": 2e-3, "lr_of_others": 5e-4}
 FROM_WEIGHTS |= {"beta2": 0.999, "head_rate": 10.0, "kept": "statistics"}  # its last layer is new
 PRESETS = {
     "fast": Preset(

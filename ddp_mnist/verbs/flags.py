@@ -113,6 +113,12 @@ class Doctor(Flags):
         None, "Processes to start, without a launcher [one per GPU, else 2].", least=1, most=10**4
     )
     minutes: float = flag(0.0, "Burn-in: minutes to repeat collectives and training for.", least=0)
+    expect_busbw: float | None = flag(
+        None, "FAIL below this bus bandwidth of the largest all-reduce.", above=0, metavar="GB/s"
+    )
+    expect_tflops: float | None = flag(
+        None, "FAIL if a rank multiplies matrices slower than this.", above=0, metavar="TFLOP/s"
+    )
     dataset: str = flag("mnist", "Data set that should be available.")
     cache_dir: str | None = flag(None, CACHE_DIR)
     run_dir: str = flag("runs", "Folder in which runs will be written.")

@@ -113,6 +113,6 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
 
 
 def test_sgd_from_weights_learns_at_its_own_rate() -> None:
-    for optimizer, lr in (("sgd", 1e-2), (None, 5e-4)):
+    for optimizer, lr in (("sgd", 2e-3), (None, 5e-4)):
         given = Recipe(model="torchvision:resnet18", optimizer=optimizer)
         assert resolve_recipe(given, DIGITS, 1, fine_tunes=True)[0].lr == lr

@@ -1,5 +1,6 @@
 """Several hosts with networks of their own: the right interface is found, or the fault is named."""
 
+import json
 import os
 import re
 import sys
@@ -113,7 +114,8 @@ def test_fault_60_large_packets_that_vanish_are_told_from_a_lost_rank(tmp_path: 
 
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     with Hosts(2, decoys=True) as hosts:
-        command = [*MAKE, "-C", str(REPOSITORY), "doctor", "ARGS=--dataset digits"]
+        command = [*MAKE, "-C", str(REPOSITORY), "doctor"]
+        command += ["ARGS=--dataset digits --expect-busbw 0.001"]
         command += ["NUM_MACHINES=2", f"MAIN_PROCESS_IP={hosts.address(0)}"]
         command += [f"MAIN_PROCESS_PORT={PORT}"]
         ranks, names = range(2), hosts.names
@@ -139,6 +141,21 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     assert found["rendezvous"].endswith(f", precision {trained_in}")  # as make train-multinode
     both = f"rank 0 ({names[0]}), 1 ({names[1]})"
     assert found["machine"] == f"{both}: 10 of 10 checks passed"
+
+
+def test_the_doctor_finds_a_slow_link_by_the_bandwidth_that_was_promised(tmp_path: Path) -> None:
+    world = ["--cpu", "--dataset", "digits", "--expect-busbw", "0.05", "--json"]
+    with Hosts(2) as hosts:
+        hosts.limit(1, "200mbit")  # 0.025 GB/s
+        world += ["--init-method", hosts.url(0, PORT), "--world-size", "2", "--rank"]
+        command = [sys.executable, "-m", "ddp_mnist", "doctor", *world]
+        first, second = ends_of([on_host(hosts, k, tmp_path, *command, f"{k}") for k in range(2)])
+        who = f"rank 0 ({hosts.names[0]}), 1 ({hosts.names[1]})"
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    [found] = [each for each in json.loads(first.out)["findings"] if each["status"] == "FAIL"]
+    assert found["name"] == "busbw"
+    assert found["text"].endswith(f"expected 0.05 GB/s, less on {who}")
+    assert 0.01 < found["figures"]["all-reduce of 16 MB, slowest rank, GB/s"] < 0.026
 
 
 # --- Faults

@@ -209,9 +209,15 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         here.options = dataclasses.replace(here.options, minutes=0.001)
         yield "burn-in", none, group.burn_in
         yield "bad burn-in", patch.object(train, "make_net", unsynchronised), group.burn_in
-    yield "speeds", patch.object(collectives, "CALLS", 1), group.speeds
-    seconds = 0.1 + 0.2 * here.rank
-    yield "slow", patch.object(group, "compute_s", always(seconds)), group.slowest
+    for name, busbw, rate in ((" unasked", None, None), ("", 0.01, 0.25), (" missed", 1e5, 0.35)):
+        options = dataclasses.replace(here.options, expect_busbw=busbw, expect_tflops=rate)
+        with patch.object(here, "options", options):
+            yield f"speeds{name}", patch.object(collectives, "CALLS", 4), group.speeds
+            for backend in ("gloo", "nccl"):
+                with patch.object(here, "world", dataclasses.replace(here.world, backend=backend)):
+                    rates = patch.object(group, "tflops", always(0.36 - 0.06 * here.rank))
+                    yield f"{backend}{name}", rates, group.slowest
+    yield "slow", patch.object(group, "tflops", always(0.3 - 0.2 * here.rank)), group.slowest
     yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training
     with patch.object(machine, "CHECKS", (machine.capacity,)):
         for name, cpus in (("machine", {0, 1}), ("narrow machine", {0})):
@@ -251,7 +257,6 @@ FOUND = {
     "narrow machine": "WARN cores: [^:]+: 1 core, for 2 processes -> start at most 1",
     "hot": r"FAIL cpu: rank 1 \(.* 1 wrong numbers .* -> .*overheating",
     "bad burn-in": r"FAIL burn-in: .*; first of 1 faults: training, .* on rank 1 \(.* -> .*verify",
-    "speeds": r"PASS speed: all-reduce of 1 KB .* MB/s\) -> $",
     "machine": "PASS machine: [^:]+: 3 of 3 checks passed -> $",  # one line for both ranks
     "burn-in": "PASS burn-in: 1 round in 0.001 minutes, .* images/s at first and .* at last -> $",
     "same": "PASS same: versions, code and data of 2 processes are equal -> $",
@@ -267,6 +272,39 @@ def test_what_is_found_in_the_group(fault: str, expected: str, found: Found) -> 
     assert re.match(expected, line(result))
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("speeds unasked", "PASS PASS .* 16 MB [0-9.]+ to [0-9.]+ GB/s -> $"),
+        ("speeds", "PASS PASS .* GB/s, expected 0.01 GB/s -> $"),
+        ("speeds missed", r"PASS FAIL .*, expected 100000 GB/s, less on rank 0 .*, 1 .* -> .*link"),
+        ("gloo unasked", r"PASS PASS products in float32 0.3 to 0.36 TFLOP/s -> $"),
+        ("gloo", r"PASS PASS .*, expected 0.25 TFLOP/s -> $"),
+        ("gloo missed", r"PASS FAIL .*, expected 0.35 TFLOP/s, less on rank 1 [^,]* -> .*thrott"),
+        ("nccl", r"WARN PASS .*, expected 0.25 TFLOP/s -> $"),  # 1.2 times the median
+    ],
+)
+def test_a_vendors_figure_is_a_verdict_if_it_is_given(
+    name: str, expected: str, found: Found
+) -> None:
+    first, second = found[name]
+    told = f"{first.status} {second.status} {second.text} -> {second.fix}"
+    assert re.match(expected, told)
+    asked = "expected, GB/s" in second.figures or "expected, TFLOP/s" in second.figures
+    assert asked == ("unasked" not in name)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests(found: Found) -> None:
+    times = {"1 KB": 1.0, "1 MB": 0.5, "256 MB": 2.0}
+    assert collectives.busbw(times, 8) == pytest.approx({"1 MB": 3.670016, "256 MB": 234.881024})
+    ms, gb_per_s = (result.figures for result in found["speeds"])
+    slowest = gb_per_s["all-reduce of 16 MB, slowest rank, GB/s"]
+    assert slowest == pytest.approx(2**24 / 1e6 / ms["all-reduce of 16 MB, ms"])
+    assert slowest <= gb_per_s["all-reduce of 16 MB, fastest rank, GB/s"]
+    assert gb_per_s["expected, GB/s"] == 0.01
+    assert [*ms] == [f"all-reduce of {size}, ms" for size in ("1 KB", "64 KB", "1 MB", "16 MB")]
+
+
 def test_a_damaged_transfer_shows_in_each_collective_that_carries_something(found: Found) -> None:
     assert sorted(result.name for result in found["damaged"]) == sorted(COLLECTIVES)
 
@@ -276,7 +314,7 @@ def check_with_an_error() -> tuple[list[CheckResult], float]:
     error = Mock(side_effect=RuntimeError("no route to host"))
     flags, started = Distribution(cpu=True, dist_timeout=90), time.monotonic()
     with (
-        on_rank_1(patch.object(group, "compute_s", error)),
+        on_rank_1(patch.object(group, "tflops", error)),
         patch.object(group, "CHECKS", (group.same_everywhere, group.slowest)),
     ):
         results = checks.check_together(Doctor(dataset="digits", json=True), flags, machines=False)

@@ -4,7 +4,6 @@ Every rank takes part in each check, and sends rank 0 its findings, over the sto
 and `check_group` tells all ranks its results: what a check returns on other ranks is not used.
 """
 
-import math
 import os
 import statistics
 import time
@@ -30,20 +29,25 @@ from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
-from ddp_mnist.verbs.doctor.collectives import SIZES, Case, all_reduce_ms, collectives
+from ddp_mnist.verbs.doctor.collectives import Case, all_reduce_ms, busbw, collectives
 from ddp_mnist.verbs.doctor.machine_checks import check_machine, product
 from ddp_mnist.verbs.flags import Doctor
 
 NOT_CACHED = "not cached"
 LATE_S = 0.2
-TRIES, TRIES_S = 15, 2.0  # of ten matrix products: at most this many tries, for about this long
-SLOW, ROUNDS = 1.5, 3  # times the median rank's seconds, in each of so many rounds
+TRY_S, TRIES_S = 0.1, 2.0  # a try covers the 0.1 s in which Linux counts a quota of CPU time
+# Times the median rank's time, in each of so many rounds. Over gloo ranks compute on CPUs, which
+# other programs use too, or share a GPU; NCCL has a GPU for each.
+SLOW, ROUNDS = {"nccl": 1.1, "gloo": 1.5}, 3
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 SAME = "make versions, variables, code and data the same everywhere"
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
 BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
+LINKS = "look at the links (ethtool, ibstat, nvidia-smi nvlink -s) and their use (NCCL_DEBUG=INFO)"
+SLOW_RANK = "look for throttling, other programs, fewer cores or an older card there"
 BAD_MACHINE = "do not train here; use fewer machines to find the bad one (memory, card or driver)"
+Rates = dict[str, list[float]]  # of each rank, by what was measured
 
 
 class Group:
@@ -195,11 +199,35 @@ def waits_for_all(group: Group) -> bool:
 
 def speeds(group: Group) -> list[CheckResult]:
     """Time all-reduces, by message size."""
-    ms = all_reduce_ms(group.device, group.world.wait_for_gpu)
-    shown = ", ".join(f"{size} {each:.3g} ms" for size, each in ms.items())
-    mb_per_s = SIZES["16 MB"] / 1e3 / ms["16 MB"]
-    text = f"all-reduce of {shown} ({mb_per_s:,.0f} MB/s)"
-    return [passed("speed", text, figures={f"all-reduce of {k}, ms": v for k, v in ms.items()})]
+    everyone = group.gather(all_reduce_ms(group.device, group.world.wait_for_gpu))
+    if not everyone:
+        return []
+    ms = {size: max(each[size] for each in everyone) for size in everyone[0]}
+    text = f"all-reduce of {', '.join(f'{size} {each:.3g} ms' for size, each in ms.items())}"
+    by_rank = [busbw(each, group.size) for each in everyone]
+    gb_per_s = {f"all-reduce of {size}": [each[size] for each in by_rank] for size in by_rank[0]}
+    return [
+        passed("speed", text, figures={f"all-reduce of {k}, ms": v for k, v in ms.items()}),
+        rated(group, "busbw", "GB/s", gb_per_s, group.options.expect_busbw, LINKS),
+    ]
+
+
+def rated(
+    group: Group, name: str, unit: str, rates: Rates, expected: float | None, fix: str
+) -> CheckResult:
+    """Return each rate's spread over the ranks; a FAIL if a rank's last one is below `expected`."""
+    text, figures = list[str](), dict[str, float]()
+    for what, by_rank in rates.items():
+        least, most = min(by_rank), max(by_rank)
+        text.append(f"{what} {least:.3g} to {most:.3g} {unit}")
+        figures |= {f"{what}, slowest rank, {unit}": least, f"{what}, fastest rank, {unit}": most}
+    *_, last = rates.values()
+    if expected:
+        text.append(f"expected {expected:g} {unit}")
+        figures[f"expected, {unit}"] = expected
+    if below := [rank for rank, rate in enumerate(last) if rate < (expected or 0)]:
+        text.append(f"less on {group.store.who(below)}")
+    return check(name, below, ", ".join(text), fix, figures=figures)
 
 
 def slowest(group: Group) -> list[CheckResult]:
@@ -207,41 +235,46 @@ def slowest(group: Group) -> list[CheckResult]:
 
     Another program slows a rank down for a while; whatever is slow by itself is so in each round.
     """
-    mine, slow = math.inf, list[int]()
+    best, slower, expected = 0.0, SLOW[group.world.backend], group.options.expect_tflops
     for _ in range(ROUNDS):
         group.world.accelerator.wait_for_everyone()
-        mine = min(mine, compute_s(group))
-        times = group.gather(mine)
-        least = SLOW * statistics.median_low(times or [0])
-        found = [rank for rank, seconds in enumerate(times) if seconds > least]
-        if not (slow := group.store.broadcast_from_rank0("slow ranks", partial(list, found))):
+        best = max(best, tflops(group))
+        rates = group.gather(best)
+        middle = statistics.median_high(rates or [0])
+        slow = [rank for rank, rate in enumerate(rates) if rate * slower < middle]
+        again = bool(slow) or min(rates, default=0) < (expected or 0)
+        if not group.store.broadcast_from_rank0("slow ranks", partial(bool, again)):
             break
-    if not times:
+    if not rates:
         return []
-    middle, most = statistics.median_low(times), max(times)
-    who = group.store.who(slow or [times.index(most)])
-    text = f"{who}: {most / middle:.2f} times the median rank's time"
-    fix = "look for throttling, other programs, fewer cores or an older card there"
-    return [check("computing", slow, text, fix, WARN, {"computing, ms": 1e3 * most})]
+    who = group.store.who(slow or [rates.index(min(rates))])
+    text = f"{who}: {middle / min(rates):.2f} times the median rank's time"
+    what = "products in float16" if group.device.type == "cuda" else "products in float32"
+    return [
+        check("computing", slow, text, SLOW_RANK, WARN),
+        rated(group, "tflops", "TFLOP/s", {what: rates}, expected, SLOW_RANK),
+    ]
 
 
-def compute_s(group: Group) -> float:
-    """Return the least seconds of ten matrix products: other programs can only make it longer.
+def tflops(group: Group) -> float:
+    """Return the most TFLOP/s of about 20 tries: other programs can only make them fewer.
 
-    [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not keep it
-    busy, and training uses its 16-bit units. A slow device tries less often, for about 2 s.
+    Matrix products of 2 n^3 operations: [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in
+    float16, as small ones would not keep it busy, and training uses its 16-bit units. The numbers
+    are random, since a GPU is faster on equal ones.
     """
     on_gpu = group.device.type == "cuda"
-    seconds = list[float]()
     size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
-    square = torch.ones(size, size, device=group.device, dtype=dtype)
-    while len(seconds) < 3 or (len(seconds) < TRIES and sum(seconds) < TRIES_S):
-        clock = time.monotonic()
-        for _ in range(10):
-            square = square @ square / size
-        group.world.wait_for_gpu()
-        seconds.append(time.monotonic() - clock)
-    return min(seconds)
+    a, b = torch.randn(2, size, size, device=group.device, dtype=dtype)
+    rates, until = list[float](), time.monotonic() + TRIES_S
+    while len(rates) < 3 or time.monotonic() < until:
+        done, began, took_s = 0, time.monotonic(), 0.0
+        while took_s < TRY_S:
+            a @ b
+            group.world.wait_for_gpu()
+            done, took_s = done + 1, time.monotonic() - began
+        rates.append(done * 2 * size**3 / took_s / 1e12)
+    return max(rates[1:])  # the first one warms up
 
 
 def faulty_devices(group: Group) -> list[CheckResult]:
@@ -278,7 +311,7 @@ def burn_in(group: Group) -> list[CheckResult]:
     until = time.monotonic() + 60 * group.options.minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):
         results += [*right_results(group), *training(group)]
-        compute_s(group)
+        tflops(group)
         results += faulty_devices(group)
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
@@ -288,7 +321,8 @@ def burn_in(group: Group) -> list[CheckResult]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
         return [wrong[0]._replace(name="burn-in", text=text)]
     fix = "look for throttling (nvidia-smi -q -d PERFORMANCE)"
-    return [check("burn-in", late < early / SLOW, text, fix, WARN)]
+    # a step on the digits is the CPU's work, on a GPU too
+    return [check("burn-in", late < early / SLOW["gloo"], text, fix, WARN)]
 
 
 CHECKS = (same_everywhere, right_results, speeds, slowest, faulty_devices, training)
