@@ -57,6 +57,7 @@ Train MNIST or your own images with PyTorch DDP: one process, many, or many mach
 {}
 
 ddp-mnist VERB --help shows the flags of a verb, and an example.
+@FILE stands for the flags in a file, one a line.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
@@ -235,8 +236,10 @@ def load(module: str) -> ModuleType:
 
 # --- Parsing
 
+NO_FLAGS = "give a file of flags, one a line; a value that begins so is --flag=@x, a path ./@x"
 
-class HelpShown(Exception):
+
+class HelpShown(BaseException):
     """argparse has printed the help, and would call sys.exit()."""
 
 
@@ -246,7 +249,14 @@ class Parser(argparse.ArgumentParser):
     def exit(self, *_: Any) -> NoReturn:
         raise HelpShown
 
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """Return the words of a line of @FILE, as a shell would; none of a comment."""
+        is_comment = arg_line.lstrip().startswith("#")
+        return [] if is_comment else with_dashes(shlex.split(arg_line))
+
     def error(self, message: str) -> NoReturn:
+        if isinstance(sys.exception(), OSError):  # of @FILE, which `parse` blames
+            raise
         typed = message.removeprefix("argument ")
         if typed == message:  # e.g. that RUN is missing
             typed = f"{self.prog.split()[-1]}: {message}"
@@ -264,6 +274,7 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         description=VERBS.get(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        fromfile_prefix_chars="@",
     )
     defaults, first = SHARED.get(name, {}), USED_MOST if name == "train" else ()
     found = fields_of(*groups, more=defaults)
@@ -277,10 +288,12 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
     _, _, parser.epilog = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     words = with_dashes(argv)
-    known, unknown = parser.parse_known_args(words)
+    files = " ".join(word for word in words if word.startswith("@"))
+    with errors.blame(files, UsageError, NO_FLAGS):
+        known, unknown = parser.parse_known_args(words)
     if unknown:
         flags = [word for word in unknown if word.startswith("-")] or unknown
-        typed = argv[words.index(flags[0])].partition("=")[0]
+        typed = dict(zip(words, argv, strict=True)).get(flags[0], flags[0]).partition("=")[0]
         if re.match(r"-g[\d,]*$", typed):
             fix = "leave it out, and put CUDA_VISIBLE_DEVICES=0 before the command"
             raise UsageError(f"{typed}: each process takes the GPU of its local rank; {fix}")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +10,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-COMMIT = "c0ffee" + "0" * 34
-
 Answer = tuple[int, dict[str, str], bytes]
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the parquet files of a folder as the data set `hub_id`; 404 for all others."""
+    """Serves the files of a folder as the data set `hub_id`; 404 for all others.
 
-    def __init__(self, hub_id: str, folder: Path) -> None:
+    Of `revisions` each is a folder of its own; other names of revisions are not there.
+    """
+
+    def __init__(self, hub_id: str, folder: Path, **revisions: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.hub_id = hub_id
-        self.files = {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+        self.files: dict[str, dict[str, bytes]] = {}  # by revision, and by commit
+        for name, place in {"main": folder, **revisions}.items():
+            files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+            self.files[name] = self.files[commit_of(name)] = files
         self.requests: list[str] = []  # method and path of each so far
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
 
@@ -38,20 +43,31 @@ class Hub(ThreadingHTTPServer):
 
     def answer(self, path: str) -> Answer:
         """Return what the Hub says to a request for `path`, as huggingface_hub 2.4 reads it."""
-        api, name = f"/api/datasets/{self.hub_id}", path.rpartition("/")[2]
-        oids = {name: hashlib.sha1(content).hexdigest() for name, content in self.files.items()}
-        if path == api or path.startswith(f"{api}/revision/"):
-            return as_json({"id": self.hub_id, "sha": COMMIT})
-        if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
-            sizes = {name: len(content) for name, content in self.files.items()}
-            files = [{"path": name, "size": sizes[name], "oid": oids[name]} for name in oids]
-            return as_json([{"type": "file", **file} for file in files])
-        headers = {"X-Repo-Commit": COMMIT}
-        if not path.startswith(f"/datasets/{self.hub_id}/resolve/"):
+        own = self.hub_id
+        kinds = rf"(?:/api/datasets/{own}(?P<what>/[\w-]+)?|/datasets/{own}/resolve)"
+        asked = re.fullmatch(rf"{kinds}(?:/(?P<revision>[^/]+)(?:/.*)?)?", path)
+        if not asked:
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
-        if name not in self.files:
+        revision = asked["revision"] or "main"
+        if revision not in self.files:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        files, name = self.files[revision], path.rpartition("/")[2]
+        oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
+        if asked["what"] in ("/tree", "/paths-info"):
+            sizes = {name: len(content) for name, content in files.items()}
+            listed = [{"path": name, "size": sizes[name], "oid": oids[name]} for name in oids]
+            return as_json([{"type": "file", **each} for each in listed])
+        commit = revision if len(revision) == 40 else commit_of(revision)
+        if path.startswith("/api"):
+            return as_json({"id": self.hub_id, "sha": commit})
+        headers = {"X-Repo-Commit": commit}
+        if name not in files:
             return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, headers | {"ETag": f'"{oids[name]}"'}, self.files[name]
+        return 200, headers | {"ETag": f'"{oids[name]}"'}, files[name]
+
+
+def commit_of(name: str) -> str:
+    return hashlib.sha1(name.encode()).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):

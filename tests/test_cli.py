@@ -116,6 +116,9 @@ REFUSED = {
     "trian": f"trian: choose from {VERBS}; did you mean train?",
     "''": f": choose from {VERBS}",
     "--local-rank x train": f"--local-rank: choose from {VERBS}",
+    # a file of flags
+    "train @none": "@none: No such file or directory; give a file of flags, one a line; a value",
+    "predict r @.": "@.: Is a directory; give a file of flags",
     # how the processes are joined; what else an environment may contradict is in test_launch.py
     "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT too",
     "RANK=0 train --dataset digits": "RANK=0: WORLD_SIZE is not set",
@@ -304,6 +307,29 @@ def test_what_is_given_arrives() -> None:
     assert config_of("") == config_of("--debug") == TrainConfig()
     mixed = config_of("--use_mix_precision --batch_size=64 --no_augment")
     assert mixed == config_of("--mixed-precision auto --batch-size 64 --no-augment")
+
+
+def test_flags_in_a_file_are_as_if_typed(here: Path, typed: Typed) -> None:
+    (here / "more").write_text("--no_augment\n")
+    lines = ("# a comment: it's none", "", "--lr 0.5", "  # --lr 1", "--run-dir 'a b#1'", "@more")
+    (here / "flags").write_text("\n".join(lines))
+    given = ["--lr=0.5", "--run-dir", "a b#1", "--no-augment"]
+    assert cli.train_config(["@flags"]) == cli.train_config(given)
+    later = ["--lr", "0.25", "--group=@x"]  # beats the file; and a value that begins with @
+    assert cli.train_config(["@flags", *later]) == cli.train_config([*given, *later])
+    assert cli.parse_verb("predict", ["run", "./@x"])[0].images == ("./@x",)
+    (here / "picture").write_bytes(b"\x89PNG")
+    for text, begins in (
+        ("--bath_size 3", "--bath-size: unknown flag or argument; did you mean --batch-size?"),
+        ("--run-dir 'a", "@it: ValueError: No closing quotation; give a file of flags"),
+        ("@it", "@it: RecursionError: "),
+        ("@none", "@it: none: No such file or directory; give a file"),
+        ("@picture", "@it: UnicodeDecodeError: "),
+    ):
+        (here / "it").write_text(text)
+        ended = typed("train", "@it")
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err.startswith(f"ddp-mnist: error: {begins}")
 
 
 def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:

@@ -29,7 +29,8 @@ class RunFlags(Flags):
 
     dataset: str = changeable(
         "mnist",
-        "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
+        "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a folder, or a Hub id:"
+        " owner/name, with :config, with @revision.",
     )
     image_size: str | None = flag(
         None,

@@ -123,11 +123,11 @@ def find_source(dataset: str) -> Source:
             return Source(printable(path.name), "folder", str(path), typed)
         if dataset and path.exists():
             raise DataError(f"{typed}: is a file; give the folder it lies in")
+    if tables.hub_parts(dataset)[0]:
+        return Source(re.sub("[/:@]", "--", dataset), "hub", dataset, typed)
     near = did_you_mean(Path(dataset).name, [*NAMED, *(e.name for e in path.parent.glob("*/"))])
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise DataError(f"{typed}: no such folder; check the path{near}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset, typed)
     fix = f"choose from {', '.join([*HUB_IDS, *BUILT_IN])}, a Hub id (owner/name) or a folder"
     raise UsageError(f"{typed}: no such data set or folder; {fix}{near}")
 

@@ -8,8 +8,10 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import LFS
@@ -38,34 +40,59 @@ FILES = ("binary", "large_binary", "string", "large_string")  # types of their c
 NAMES = {"image": ("image", "images", "img", "pixels", "pixel_values"), "label": LABELS}
 
 
-def list_hub(hub_id: str, typed: str, options: ImageOptions) -> Listing:
+def hub_parts(place: str) -> tuple[str, str | None, str | None]:
+    """Return the parts of owner/name:config@revision, where all but the first may be missing.
+
+    The first is empty if it is not written so. A revision is a commit, a tag or a branch.
+    """
+    parts = r"(\w[\w.-]*/\w[\w.-]*)(?::([^:@/]+))?(?:@([^:@]+))?"
+    found = re.fullmatch(parts, place, re.ASCII)
+    return (found[1], found[2], found[3]) if found else ("", None, None)
+
+
+def list_hub(place: str, typed: str, options: ImageOptions) -> Listing:
     """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
-    One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
+    One request with a deadline decides which: `load_dataset` itself would retry for 24 s. Without
+    the Hub it takes the latest configuration and revision in its cache, whatever was asked for, so
+    those that are named have a separate cache.
     """
     import datasets
 
-    why = why_out_of_reach(hub_id)
+    why = why_out_of_reach(place)
     fault = f"{typed}: is not in the cache, and the Hub cannot be reached ({why})" if why else typed
+    hub_id, config, revision = hub_parts(place)
+    named = place.removeprefix(hub_id)
+    cache = Path(datasets.config.HF_DATASETS_CACHE, quote(named, "")) if named else None
     with quiet_library(offline=bool(why)), blame(fault, DataError, OFFLINE_FIX if why else ""):
-        table = datasets.load_dataset(hub_id)
+        try:
+            table = datasets.load_dataset(hub_id, config, revision=revision, cache_dir=cache)
+        except ValueError:
+            names = [] if why else datasets.get_dataset_config_names(hub_id, revision=revision)
+            if config or len(names) < 2:
+                raise
+            fix = f"name one of them, as --dataset {hub_id}:{names[0]}{named}"
+            several = f"has several configurations: {joined(names, 80)}"
+            raise DataError(f"{typed}: {several}; {fix}") from None
     return list_table(table, typed, options)
 
 
-def why_out_of_reach(hub_id: str) -> str | None:
+def why_out_of_reach(place: str) -> str | None:
     """Return why the Hub is out of reach, or None. Raise DataError if it lacks the data set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     hub = huggingface_hub.HfApi()
+    hub_id, _, revision = hub_parts(place)
+    ask = partial(hub.dataset_info, hub_id, revision=revision, timeout=HUB_TIMEOUT_S)
     try:
-        # A request's time-out does not cover a name server that does not answer.
-        with_deadline(lambda: hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S), HUB_TIMEOUT_S)
+        with_deadline(ask, HUB_TIMEOUT_S)  # a request's does not cover a name server that is silent
     except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
-            fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
-            fix = "check the id, or log in (hf auth login) if it is private"
+            fault = f"--dataset {place}: not on the Hub, or not visible to you"
+            what = "id and revision" if revision else "the id"
+            fix = f"check {what}, or log in (hf auth login) if it is private"
             raise DataError(f"{fault}; {fix}") from error
         return reason([*causes(error)][-1])  # libraries wrap the system's error
     return None

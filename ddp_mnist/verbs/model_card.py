@@ -12,6 +12,7 @@ from typing import Any
 from ddp_mnist import __version__
 from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.mistakes import wrong_on_purpose
+from ddp_mnist.data.tables import hub_parts
 from ddp_mnist.errors import CheckpointError, blame
 from ddp_mnist.nets.published import torchvision_options
 from ddp_mnist.system import files
@@ -117,6 +118,7 @@ def model_card(trained: TrainedModel, flags: Export) -> str:
             config=config_of(trained),
             trained=trained,
             flags=flags,
+            hub_parts=hub_parts,
             options=torchvision_options(net, shape) if library == "torchvision" else {},
             started=weights if is_name else "a file of weights",
             settings={flag_name(name): recipe[name] for name in SETTINGS.split() if name in recipe},

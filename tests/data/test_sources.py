@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -44,7 +45,7 @@ from tests.data_sets import (
     write_parquet,
     write_split,
 )
-from tests.hub import Hub
+from tests.hub import Hub, commit_of
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
 
@@ -54,6 +55,7 @@ from tests.hub import Hub
 def test_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder is the same under any spelling."""
     (here / "sub" / "numbers").mkdir(parents=True)
+    (here / "d" / "e:f@1").mkdir(parents=True)
     (here / "link").symlink_to("sub/numbers")
     monkeypatch.setenv("HOME", str(here))
     folder = str(here.resolve() / "sub" / "numbers")
@@ -63,6 +65,10 @@ def test_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "digits": Source("digits", "digits", "sklearn.datasets.load_digits"),
         "patches": Source("patches", "patches", "sklearn.datasets.load_sample_images"),
         "someone/some-set_2.0": Source("someone--some-set_2.0", "hub", "someone/some-set_2.0"),
+        "a/b:c": Source("a--b--c", "hub", "a/b:c"),
+        "a/b:c+1 d@refs/pr/1": Source("a--b--c+1 d--refs--pr--1", "hub", "a/b:c+1 d@refs/pr/1"),
+        "a/b@v1.0": Source("a--b--v1.0", "hub", "a/b@v1.0"),
+        "d/e:f@1": Source("e:f@1", "folder", str(here.resolve() / "d" / "e:f@1")),
         "./sub/..": Source(here.name, "folder", str(here.resolve())),
         **dict.fromkeys(
             ("sub/numbers", "./sub/numbers/", folder, "link"),
@@ -75,9 +81,11 @@ def test_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_or_path_that_is_none(here: Path) -> None:
     (here / "loop").symlink_to("loop")
     (here / "train.parquet").touch()
+    names = ["mnits", "auto", "a/b:", "a/b@", "a/b@1:c", "a:b/c", "C:\\x", "é/1", "", " ", "a b/c"]
+    paths = ["/nowhere", "./x", "./a:b", "a/b/c", "a/b:c/d", "~nobody-here/x", "loop/x/y"]
     for datasets, error, word in (
-        (("mnits", "auto", "", " ", "a b/c", "é/1"), UsageError, "choose from mnist, fashion_mn"),
-        (("/nowhere", "./x", "a/b/c", "~nobody-here/x", "loop/x/y"), DataError, "check the path"),
+        (names, UsageError, "choose from mnist, fashion_mn"),
+        (paths, DataError, "check the path"),
         (("train.parquet",), DataError, "give the folder it lies in"),
         (("/" + "x" * 300,), DataError, "File name too long"),
     ):
@@ -428,7 +436,7 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
     with Hub("ylecun/mnist", write_parquet(tmp_path / "hub", "wxyz")).running() as hub:
         endpoint(hub.endpoint)
         check_mnist(ours)
-        for name in hub.files:
+        for name in hub.files["main"]:
             assert sum(r.startswith("GET") and r.endswith(f"/{name}") for r in hub.requests) == 1
         assert cache.choose("auto", ours) == ("mnist", [])
         with pytest.raises(DataError, match=r"^--dataset a/b: not on the Hub, or not visible to y"):
@@ -439,6 +447,54 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
     for library in ("datasets", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, library, None)  # cannot be imported
     check_mnist(ours)
+
+
+CARD_OF_TWO = """---
+configs:
+- config_name: all
+  data_files: [{split: train, path: train*}, {split: test, path: test*}]
+- config_name: few
+  data_files: [{split: train, path: train*}, {split: test, path: few*}]
+---
+"""
+
+
+def test_a_configuration_and_a_revision_are_data_sets_of_their_own(
+    endpoint: Callable[[str], None], tmp_path: Path
+) -> None:
+    """In our cache and, without the Hub, in that of `datasets`, which does not ask for them."""
+    for folder, few in (("old", 4), ("new", 3)):
+        write_parquet(tmp_path / folder, "wxyz")
+        pq.write_table(table_of("test", "wxyz")[:few], tmp_path / folder / "few.parquet")
+        (tmp_path / folder / "README.md").write_text(CARD_OF_TWO)
+    expected = {"a/b:few": 3, "a/b:few@v1": 4, f"a/b:few@{commit_of('v1')}": 4, "a/b:all@v1": TEST}
+    place = str(tmp_path / "cache")
+
+    def count(cache_dir: str) -> dict[str, int]:
+        found = {name: cache.load(name, cache_dir) for name in expected}
+        assert [images.source for images in found.values()] == [f"hub:{name}" for name in expected]
+        return {name: len(of(images, "test").labels) for name, images in found.items()}
+
+    with Hub("a/b", tmp_path / "new", v1=tmp_path / "old").running() as hub:
+        endpoint(hub.endpoint)
+        assert count(place) == expected
+        assert len(list(Path(place).glob("hub-a--b-*/about.json"))) == len(expected)
+        for name, error in (
+            ("a/b@v1", "has several configurations: all, few; name one of them, as --dataset a/b:"),
+            ("a/b:x@v1", "ValueError: BuilderConfig 'x' not found. Available: ['all', 'few']"),
+            (
+                "a/b:few@v2",
+                "not on the Hub, or not visible to you; check id and revision, or",
+            ),
+        ):
+            with pytest.raises(DataError) as caught:
+                cache.load(name, place)
+            assert str(caught.value).startswith(f"--dataset {name}: {error}")
+    endpoint(f"http://127.0.0.1:{free_port()}")
+    assert count(place) == count(str(tmp_path / "fresh")) == expected
+    for name in ("a/b", "a/b:few@v2"):
+        with pytest.raises(DataError, match=OUT_OF_REACH):
+            cache.load(name, place)
 
 
 @pytest.mark.parametrize("who", ["hub", "name server"])

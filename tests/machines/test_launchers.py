@@ -23,7 +23,6 @@ from tests.commands import (
     Started,
     all_succeed,
     fences_of,
-    proof,
     shell,
     torchrun,
 )
@@ -81,7 +80,8 @@ def test_a_config_with_a_compiler_and_affinity_changes_no_weight(
         "{distributed_type: MULTI_GPU, num_processes: 2, enable_cpu_affinity: true,"
         " dynamo_config: {dynamo_backend: EAGER}}"
     )
-    words = [*ACCELERATE, "own.yaml", *TRAIN, *PROOF.split(), "run", "--grad-accum", "4"]
+    (tmp_path / "flags").write_text("--grad-accum 4")
+    words = [*ACCELERATE, "own.yaml", *TRAIN, *PROOF.split(), "run", "@flags"]
     slower = "ignore:Guards may run slower:RuntimeWarning"  # says torch's compiler on Python 3.13.0
     [printed] = all_succeed([Started(words, tmp_path, {"PYTHONWARNINGS": slower})])
     check_equal(tmp_path / "run", alone, 2)
@@ -96,7 +96,8 @@ def test_the_way_of_old_tutorials(alone: Path, tmp_path: Path) -> None:
     """A script, which begins anew as a module, with --local-rank=N as its first argument."""
     train = str(REPOSITORY / "ddp_mnist" / "train.py")
     starts = ["-m", "torch.distributed.launch", *torchrun(2)[2:], train]
-    arguments = [*starts, *proof(tmp_path / "run")[len(TRAIN) :]]
+    (tmp_path / "flags").write_text(f"{PROOF} run")
+    arguments = [*starts, "@flags"]
     all_succeed([Started(arguments, tmp_path, HUSH)])
     check_equal(tmp_path / "run", alone, 2)
 

@@ -22,8 +22,9 @@ from ddp_mnist.nets.initial_weights import find_weights
 from ddp_mnist.system.files import read_json
 from tests.commands import REPOSITORY, Typed
 from tests.data_sets import encoded
-from tests.hub import COMMIT, Answer, Hub
+from tests.hub import Answer, Hub, commit_of
 
+COMMIT = commit_of("main")
 NET, REPO = "timm:test_resnet", "timm/test_resnet.r160_in1k"
 FROM = f"model      {NET}, seed 0, from timm:test_resnet.r160_in1k"
 FLAGS = f"--dataset photos --model {NET} --weights DEFAULT --epochs 1 --batch-size 4"

@@ -203,7 +203,7 @@ def test_the_head_of_the_card_is_what_the_hub_reads(
     summary, heads = read_json(run / "summary.json"), list[Any]()
     shutil.copytree(run, copy := tmp_path / "copy")
     changed = {"weights": "ResNet18_Weights.IMAGENET1K_V1", "metrics": {"f1": 0.25}}
-    changed["dataset"] = summary["dataset"] | {"name": "**m**\x9b", "source": "hub:me/moths"}
+    changed["dataset"] = summary["dataset"] | {"name": "**m**\x9b", "source": "hub:me/moths:few@v1"}
     (copy / "summary.json").write_text(json.dumps(summary | changed))
     for each in (run, copy):
         assert typed("export", each, "--license", "mit").code == 0
@@ -216,7 +216,8 @@ def test_the_head_of_the_card_is_what_the_hub_reads(
     assert (result.metric_type, result.metric_value) == ("accuracy", summary["test_accuracy"])
     assert (result.dataset_name, result.metric_name) == ("photos", "accuracy on 27 images")
     assert [(r.metric_type, r.metric_value) for r in hub.eval_results][1:] == [("f1", 0.25)]
-    assert {r.dataset_type for r in hub.eval_results} == {"me/moths"}
+    about = {(r.dataset_type, r.dataset_config, r.dataset_revision) for r in hub.eval_results}
+    assert about == {("me/moths", "few", "v1")}
     rows = ["| --lr | 0.001 |", "| started from | ResNet18_Weights.IMAGENET1K_V1 |"]
     right = round(6 * summary["class_accuracy"][2])
     rows.append(f"| sky_temple | 6 | {scores.share_text(right, 6)} |")
