@@ -3,7 +3,7 @@
 import os
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # `python -m`, so torchrun too, puts the working folder first, where the user's evaluate.py or
 # random.py would stand in for the library. Last, it still has the modules of --model and its like.

@@ -421,7 +421,7 @@ def versions() -> Iterator[str]:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text("utf-8"))
     changelog = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
     version = ddp_mnist.__version__
-    if citation["version"] != version or f"## [{version}]" not in changelog:
+    if citation["version"] != version or f"## {version} (" not in changelog:
         yield f"CITATION.cff, CHANGELOG.md: have another version than {version}; bring them along"
     authors = [{"name": "The ddp_mnist developers"}]
     about = {"cff-version": "1.2.0", "license": "Apache-2.0", "authors": authors}

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from ddp_mnist import cli
+from ddp_mnist import __version__, cli
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_fields, flag_name
 from ddp_mnist.config.recipe import PRESETS, Recipe
@@ -44,7 +44,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(typed: Typed) -> None:
     assert listed == VERBS.split(", ")  # none hidden
     assert "6 peer lost or time-out" in shown.out
     assert typed() == shown
-    assert typed("--version") == Ended(0, "ddp-mnist 0.1.0\n", "")
+    assert typed("--version") == Ended(0, f"ddp-mnist {__version__}\n", "")
 
 
 def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
