@@ -67,18 +67,17 @@ def decode_all(
     shape, converted, largest = find_shape(listing, options)
     images = allocate(folder / "images.npy", len(listing), shape, tell)
     keys, decoded_keys = np.zeros((2, len(listing)), np.uint64)
-    has_colour = np.zeros(len(listing), bool)
 
-    def decode(image: PIL.Image.Image) -> tuple[Array, int, int, bool]:
+    def decode(image: PIL.Image.Image) -> tuple[Array, int, int]:
         whole = as_seen(image)
         pixels, seen = in_shape(whole, shape, options.fit), pixels_of(whole)
         decoded, key = without_equal_channels(pixels.transpose(1, 2, 0)), key_of(seen)
         decoded_key = key if decoded.shape == seen.shape else key_of(decoded)
-        return pixels, key, decoded_key, decoded.ndim == 3
+        return pixels, key, decoded_key
 
     for number, found in listing.each(decode, threads_for(largest)):
-        images[number], keys[number], decoded_keys[number], has_colour[number] = found
-    listing.notes += [*listing.outside(), *broken_files(listing, folder.with_suffix(".broken.txt"))]
+        images[number], keys[number], decoded_keys[number] = found
+    listing.notes += broken_files(listing, folder.with_suffix(".broken.txt"))
     if listing.classes and not options.for_evaluation:
         listing.check_classes()  # again: a class may have lost its last image
 
@@ -93,8 +92,6 @@ def decode_all(
         fault = f"{listing.typed}: no image of split {unread.pop()} can be read"
         raise DataError(f"{fault}; replace them")
     sums, is_plain, is_bright_on_black = facts_of_pixels(images, rows)
-    if shape[0] == 3 and not options.for_evaluation and not has_colour.any():
-        converted.append("no image has colour: --grey takes a third of the memory, and less time")
     if any(SIXTEEN_BITS in note for note in converted) and images.max() < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque

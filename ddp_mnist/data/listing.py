@@ -16,7 +16,7 @@ import PIL.Image
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image
 from ddp_mnist.errors import DataError, blamed
-from ddp_mnist.system.text import count, first_of, joined, reason, shown_name
+from ddp_mnist.system.text import first_of, joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test", "validation")  # by their numbers in the cache
 # The words that mean a split, in names of folders and files and in a column `split`, as `datasets`
@@ -86,12 +86,6 @@ class Listing:
             fault = f"no image of class {shown_name(self.classes[min(lost)])} can be read"
             fix = "replace them, or take the class out"
             raise DataError("; ".join([f"{self.typed}: {fault}", *self.notes, fix]))
-
-    def outside(self) -> list[str]:
-        """Return a note on images that do not lie in the folder, if any."""
-        images = (os.path.normpath(x) for x in self.files.values() if self.folder)
-        away = sum(not file.startswith(f"{self.folder}/") for file in images)
-        return [f"{count(away, 'image')} lie{'s' * (away == 1)} outside the folder"] if away else []
 
     def each(
         self, function: Callable[[PIL.Image.Image], Any], threads: int = 1

@@ -153,18 +153,6 @@ def test_a_class_that_lost_its_last_image_is_as_if_it_had_none(tmp_path: Path) -
     assert load(own).classes == ["cat", "dog", "rare"]
 
 
-@pytest.mark.parametrize("mode", ["RGB", "P", "RGBA"])
-def test_images_in_colour_that_show_none_are_told(mode: str, tmp_path: Path) -> None:
-    said = "no image has colour: --grey takes a third of the memory, and less time"
-    greys = [noise(number).convert("L").convert(mode) for number in range(6)]
-    own = folder_of(tmp_path / "own", *greys)
-    assert said in load(own).image_format.notes
-    assert said not in load(own, ImageOptions(grey=True)).image_format.notes
-    assert said not in load(own, ImageOptions(for_evaluation=True)).image_format.notes
-    noise(3).save(own / "test" / "a" / "4.png")
-    assert said not in load(own).image_format.notes
-
-
 def test_files_of_two_classes_are_counted_each(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *flat(classes="ant cat dog owl"))
     for path in [f"{name}/same{n}.png" for name in ("cat", "dog", "owl") for n in range(4)]:
