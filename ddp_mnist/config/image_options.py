@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ddp_mnist.errors import UsageError
+from ddp_mnist.errors import UsageError, blame
 
 MOST_FOLDS = 100
 
@@ -32,12 +32,8 @@ class ImageOptions:
         """Return the flags' values. Raise UsageError for a malformed one."""
         names = ("grey", "test_size", "group", "fit", "class_folder")
         as_typed = {name: flags[name] for name in names if name in flags}
-        if group := as_typed.get("group"):
-            try:
-                re.compile(group)
-            except re.error as error:
-                why = f"cannot be compiled ({error})"
-                raise UsageError(f"--group {group}: {why}; try e.g. '[A-Z][0-9]+'") from error
+        with blame(f"--group {flags.get('group')}", UsageError, "try e.g. '[A-Z][0-9]+'"):
+            re.compile(flags.get("group") or "")
         return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
 
 
