@@ -31,7 +31,6 @@ NO_IMAGE = {  # what often has the name of an image, by how it begins
     LFS: "a pointer of Git LFS: git lfs pull",
     b"<": "a web page or other text: fetch the image again",
 }
-NAMES = {"EPS": "PostScript, a program,"}
 # What Pillow itself decodes. Not so: it starts Ghostscript for EPS, opens what is in IPTC as any
 # format, and reads but the header of BUFR, GRIB, HDF5, MPEG and WMF. New ones are not read either.
 DECODED = """
@@ -75,10 +74,7 @@ def why_unread(name: str, start: bytes) -> str:
             return what
     if name.lower().endswith(HEIF) and HEIF[0] not in PIL.Image.EXTENSION:
         return "of a format that needs: pip install pillow-heif"
-    for kind in PIL.Image.OPEN.keys() - {*formats()}:
-        if (is_one := PIL.Image.OPEN[kind][1]) and is_one(start[:16]):
-            return f"{NAMES.get(kind, kind)} is not read: save it as PNG"
-    return "of no format that Pillow knows"
+    return "of no format that is read here: save it as PNG"
 
 
 @contextlib.contextmanager

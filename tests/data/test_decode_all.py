@@ -40,7 +40,7 @@ JPEG = encoded(picture((200, 120)), "JPEG")
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 BROKEN = {"empty": b"", "a text": b"no image", "cut short": JPEG[: len(JPEG) // 2]}
 FLOATS = encoded(PIL.Image.new("F", (20, 12)), "TIFF")
-UNKNOWN = "(of no format that Pillow knows)"
+UNKNOWN = "(of no format that is read here: save it as PNG)"
 TRUNCATED = "(image file is truncated (N bytes not processed))"
 
 

@@ -18,31 +18,31 @@ from tests.data_sets import POSTSCRIPT, fake_ghostscript, flat, read, write_nois
 from tests.hub import Hub
 from tests.run_checks import rewrite_config
 
-PROGRAM = "PostScript, a program, is not read: save it as PNG"
-NOT_READ = {  # by how they begin
-    POSTSCRIPT: PROGRAM,
-    b"\xc5\xd0\xd3\xc6" + bytes(40): PROGRAM,
-    b"\x89HDF\r\n\x1a\n": "HDF5 is not read: save it as PNG",
-    b"\x01\x00\x09\x00\x00\x03" + bytes(40): "of no format that Pillow knows",
-    b"\xd7\xcd\xc6\x9a\x00\x00" + bytes(40): "WMF is not read: save it as PNG",
-}
+UNKNOWN = "of no format that is read here: save it as PNG"
+NOT_READ = (  # how they begin
+    POSTSCRIPT,
+    b"\xc5\xd0\xd3\xc6" + bytes(40),
+    b"\x89HDF\r\n\x1a\n",
+    b"\x01\x00\x09\x00\x00\x03" + bytes(40),
+    b"\xd7\xcd\xc6\x9a\x00\x00" + bytes(40),
+)
 
 
 def test_fault_67_no_image_is_a_program(
     here: Path, typed: Typed, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", fake_ghostscript(here))
-    for content, why in NOT_READ.items():
+    for content in NOT_READ:
         (here / "one.png").write_bytes(content)
         for file in (here / "one.png", content):
             with pytest.raises(DataError) as caught, open_image(file):
                 pass
-            assert str(caught.value) == why
+            assert str(caught.value) == UNKNOWN
     write_noise(here / "photos", *flat(120))
     (here / "photos" / "cat" / "one.png").write_bytes(POSTSCRIPT)
     said = typed("prepare", "--dataset", "photos").succeeds()
-    assert f"1 of 121 images cannot be read and were left out: cat/one.png ({PROGRAM})" in said
-    assert PROGRAM in typed("predict", alone, "photos/cat/one.png").err
+    assert f"1 of 121 images cannot be read and were left out: cat/one.png ({UNKNOWN})" in said
+    assert UNKNOWN in typed("predict", alone, "photos/cat/one.png").err
     assert not (here / "started").exists()
     assert {"EPS", "IPTC", "BUFR", "GRIB", "MPEG"}.isdisjoint(formats())  # IPTC may hold an EPS
 
