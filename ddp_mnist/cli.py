@@ -190,9 +190,6 @@ def is_first_here() -> bool:
 
 def run_verb(argv: list[str]) -> int | None:
     """Run the verb that `argv` begins with. Return its exit code; None is 0."""
-    if sys.flags.optimize > 1:
-        lacking = "removes the docstrings, which --help and the metrics are made of"
-        raise UsageError(f"python -OO: {lacking}; use -O, or unset PYTHONOPTIMIZE")
     # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
     while rank := re.match(r"--local[-_]rank(=| )\d+( |$)", " ".join(argv[:2])):
         argv = argv[1 if rank[1] == "=" else 2 :]
