@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_mnist.cluster.failures import (
-    A_GPU_EACH,
-    as_expected,
-    first_cause,
-    propagate_first_error,
-)
+from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected, first_cause, propagate_first_error
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.ranks import at_once, stores

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import read_json
@@ -153,14 +152,6 @@ def test_a_set_without_such_a_split_is_the_same_as_ever(
     images = load(write_noise(tmp_path / "own", *names))
     assert images.digest == digest
     assert images.hold_out(3).rows["validation"].tolist() == held_out
-
-
-def test_where_an_earlier_version_cached_its_images(tmp_path: Path) -> None:
-    cache.load("digits", str(tmp_path))
-    as_evaluated = ImageOptions(size=(8, 9), grey=True, for_evaluation=True)
-    cache.load("digits", str(tmp_path), as_evaluated)
-    found = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert found == {"digits-digits-692437eb", "digits-digits-c698e3c9"}
 
 
 # --- A run

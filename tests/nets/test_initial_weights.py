@@ -57,15 +57,6 @@ def prepared_for(name: str, image_format: ImageFormat) -> ImageFormat:
     return initial_weights.normalised_for(weights, name, image_format)
 
 
-@pytest.fixture
-def torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in which torchvision looks for its files; it is empty."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    folder = tmp_path / "torch" / "hub" / "checkpoints"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, torch.Tensor]:
     """Write a net with random weights, for ImageNet's classes, and return them."""
     torch.manual_seed(7)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import huggingface_hub.constants
-import numpy as np
 import pytest
 import timm
 import torch
@@ -21,7 +20,7 @@ from ddp_mnist.nets.build import factory_of
 from ddp_mnist.nets.initial_weights import find_weights
 from ddp_mnist.system.files import read_json
 from tests.commands import REPOSITORY, Typed
-from tests.data_sets import encoded
+from tests.data_sets import flat, write_noise
 from tests.hub import Answer, Hub, commit_of
 
 COMMIT = commit_of("main")
@@ -58,12 +57,7 @@ def lay(file: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def photos(here: Path) -> Path:
     """Return a folder of 12 photos of noise, in two classes."""
-    random = np.random.default_rng(0)
-    for number in range(12):
-        file = here / "photos" / ("one", "two")[number % 2] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(random.integers(0, 256, (40, 50, 3), np.uint8)))
-    return here / "photos"
+    return write_noise(here / "photos", *flat(classes="one two"), size=(40, 50))
 
 
 def test_a_name_that_is_not_timms_is_one_line() -> None:

@@ -72,50 +72,41 @@ def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
         assert faults(page, text) == []
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "fault"),
-    [
-        ("See [", "$$x$$ See [", "'$$' is not drawn everywhere"),
-        ("| 1 | 2 |", "| 1 | 2 | 3 |", "line 9: the table's rows have unequally many cells"),
-        ("</details>", "", "<details> without an end"),
-        (
-            '    run.phase("test")\n```\n',
-            '    run.phase("test")\n',
-            "line 21: a fence without an end",
-        ),
-        ("```sh fails", "```bash", "line 15: a fence of bash; write sh, python or text"),
-        ("```sh fails", "```sh later", "line 15: unknown mark later; choose from fails, gpu"),
-        ("ls -l", "ls (", "line 15: bash cannot parse it"),
-        ('run.phase("test")', "run.keep(state)", "ddp_mnist/core/fit.py does not have these lines"),
-        ("![A drawing]", "![]", "figures/ddp.en.svg: has no alternative text"),
-        ("ddp.en.svg", "gone.svg", "figures/gone.svg: cannot be drawn"),
-        ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
-        ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
-        ("`core/state.py`", "`training/gone.py`", "training/gone.py: there is no such file"),
-    ],
-)
+FAULTS = [  # of a page: its text, what stands there instead, and what is said
+    ("See [", "$$x$$ See [", "'$$' is not drawn everywhere"),
+    ("| 1 | 2 |", "| 1 | 2 | 3 |", "line 9: the table's rows have unequally many cells"),
+    ("</details>", "", "<details> without an end"),
+    (
+        '    run.phase("test")\n```\n',
+        '    run.phase("test")\n',
+        "line 21: a fence without an end",
+    ),
+    ("```sh fails", "```bash", "line 15: a fence of bash; write sh, python or text"),
+    ("```sh fails", "```sh later", "line 15: unknown mark later; choose from fails, gpu"),
+    ("ls -l", "ls (", "line 15: bash cannot parse it"),
+    ('run.phase("test")', "run.keep(state)", "ddp_mnist/core/fit.py does not have these lines"),
+    ("![A drawing]", "![]", "figures/ddp.en.svg: has no alternative text"),
+    ("ddp.en.svg", "gone.svg", "figures/gone.svg: cannot be drawn"),
+    ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
+    ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
+    ("`core/state.py`", "`training/gone.py`", "training/gone.py: there is no such file"),
+]
+OF_A_TRANSLATION = [
+    ("## A part", "### A part", "headings' levels differ from page.md"),
+    ("ls -l", "ls -a", "commands differ from page.md: 'ls -l"),
+    ('run.phase("test")', "run.begin(state)", "code differ from page.md"),
+    ("1.25", "1.26", "figures differ from page.md: '1.25'"),
+    ("(#a-part)", "(page.md)", "links differ from page.md"),
+    ("用时", "用时 很长", "a space or a line break between Chinese letters"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "fault"), FAULTS + OF_A_TRANSLATION)
 def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path, Path]) -> None:
-    assert right in ENGLISH
-    found = faults(pages[0], ENGLISH.replace(right, wrong, 1))
-    assert any(fault in line for line in found), found
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "fault"),
-    [
-        ("## A part", "### A part", "headings' levels differ from page.md"),
-        ("ls -l", "ls -a", "commands differ from page.md: 'ls -l"),
-        ('run.phase("test")', "run.begin(state)", "code differ from page.md"),
-        ("1.25", "1.26", "figures differ from page.md: '1.25'"),
-        ("(#a-part)", "(page.md)", "links differ from page.md"),
-        ("用时", "用时 很长", "a space or a line break between Chinese letters"),
-    ],
-)
-def test_a_fault_of_a_translation_is_named(
-    right: str, wrong: str, fault: str, pages: tuple[Path, Path]
-) -> None:
-    assert right in CHINESE
-    found = faults(pages[1], CHINESE.replace(right, wrong, 1))
+    is_translation = (right, wrong, fault) in OF_A_TRANSLATION
+    page, text = pages[is_translation], (ENGLISH, CHINESE)[is_translation]
+    assert right in text
+    found = faults(page, text.replace(right, wrong, 1))
     assert any(fault in line for line in found), found
 
 

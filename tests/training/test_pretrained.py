@@ -47,13 +47,6 @@ def test_the_default_is_what_the_tests_lay() -> None:
     assert PRETRAINED == "torchvision:regnet_y_400mf" and ENTRY.url.endswith(FILE)
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in which torchvision looks for its files; it is empty."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    return tmp_path / "torch" / "hub" / "checkpoints"
-
-
 def lay(folder: Path) -> Path:
     """Write a net with random weights into the folder, under the name of its own hash."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,9 +74,9 @@ PLAN = ["train", "--dry-run", *FLAGS.split()]
 
 
 def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
-    here: Path, typed: Typed, checkpoints: Path
+    here: Path, typed: Typed, torchvisions: Path
 ) -> None:
-    lay(checkpoints).rename(checkpoints / FILE)
+    lay(torchvisions).rename(torchvisions / FILE)
     told = typed(*PLAN, write(here / "photos")).succeeds()
     assert FROM in told and "images of 70x80 became 160x160" in told
     assert FROM in typed(*PLAN, "photos", "--weights", "DEFAULT").succeeds()
@@ -97,9 +90,9 @@ def test_photos_start_from_the_weights_unless_a_flag_says_otherwise(
 
 
 def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
-    here: Path, typed: Typed, checkpoints: Path
+    here: Path, typed: Typed, torchvisions: Path
 ) -> None:
-    given = torch.load(lay(checkpoints).rename(checkpoints / FILE))
+    given = torch.load(lay(torchvisions).rename(torchvisions / FILE))
     write(here / "photos")
     ended = typed(*PLAN, "photos", "--weights", "none", "--freeze")
     assert ended.code == 2 and "error: --freeze: keeps weights, and the net would" in ended.err
@@ -111,7 +104,7 @@ def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
     summary = read_json(Path("run/summary.json"))
     assert (summary["model"], summary["weights"]) == (PRETRAINED, str(ENTRY))
 
-    (checkpoints / FILE).unlink()
+    (torchvisions / FILE).unlink()
     whole = Path("run/model.safetensors").read_bytes()
     *_, before, last = sorted(Path("run/checkpoints").iterdir())
     last.unlink()
@@ -121,7 +114,7 @@ def test_a_run_trains_the_last_layer_alone_and_goes_on_without_the_file(
     assert Path("run/model.safetensors").read_bytes() == whole  # bit for bit
 
 
-@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.usefixtures("torchvisions")
 def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: Typed) -> None:
     write(here / "photos")
     assert huggingface_hub.constants.HF_HUB_OFFLINE
@@ -138,9 +131,9 @@ def test_without_the_weights_photos_are_learned_as_with_none(here: Path, typed: 
     assert asked and all(torch.equal(asked[key], fell_back[key]) for key in asked)
 
 
-def test_a_mistake_of_this_program_is_none_of_the_network(checkpoints: Path) -> None:
+def test_a_mistake_of_this_program_is_none_of_the_network(torchvisions: Path) -> None:
     made = find_published(PRETRAINED, "DEFAULT")
-    lay(checkpoints).rename(checkpoints / FILE)
+    lay(torchvisions).rename(torchvisions / FILE)
     with pytest.raises(TypeError):
         pretrained.why_missing(replace(made, fetch=lambda: {}[[]]))  # type: ignore[index]
 
@@ -160,9 +153,9 @@ def of_one_rank(
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(("model", "dataset"), [("cnn", "photos"), (None, "strokes")])
 def test_ranks_that_differ_are_told_in_what(
-    rank: str, model: str | None, dataset: str, here: Path, checkpoints: Path
+    rank: str, model: str | None, dataset: str, here: Path, torchvisions: Path
 ) -> None:
-    lay(checkpoints).rename(checkpoints / FILE)
+    lay(torchvisions).rename(torchvisions / FILE)
     write(here / "photos")
     write(here / "strokes", colour=False)
     flags: dict[str, Any] = {"dataset": "photos", "epochs": 1, "batch_size": 2, "quiet": True}
@@ -201,7 +194,7 @@ def served(
 
 
 def test_the_weights_are_fetched_once_and_used_again_without_a_network(
-    here: Path, typed: Typed, checkpoints: Path, served: tuple[Path, str, list[str]]
+    here: Path, typed: Typed, torchvisions: Path, served: tuple[Path, str, list[str]]
 ) -> None:
     folder, address, asked = served
     file = lay(folder)
@@ -209,7 +202,7 @@ def test_the_weights_are_fetched_once_and_used_again_without_a_network(
     with patch.object(ENTRY.value, "url", f"{address}/net-0123abcd.pth"):
         file.rename(wrong := folder / "net-0123abcd.pth")
         assert f"{CANNOT} (invalid hash value (expected " in typed(*PLAN, "photos").succeeds()
-        assert not [*checkpoints.glob("*.pth")]
+        assert not [*torchvisions.glob("*.pth")]
         wrong.rename(file)
     with patch.object(ENTRY.value, "url", f"{address}/{file.name}"):
         asked.clear()
@@ -217,11 +210,11 @@ def test_the_weights_are_fetched_once_and_used_again_without_a_network(
         assert asked == [f"HEAD /{file.name}", f"GET /{file.name}"]
         file.unlink()
         assert FROM in typed(*PLAN, "photos").succeeds() and len(asked) == 2
-    assert (checkpoints / file.name).is_file()
+    assert (torchvisions / file.name).is_file()
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(
-    here: Path, typed: Typed, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, typed: Typed, torchvisions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(pretrained, "ANSWER_S", 0.2)
@@ -231,7 +224,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
         with patch.object(ENTRY.value, "url", address):
             told = typed(*PLAN, "photos").succeeds()
     assert re.search(rf"{CANNOT} \((timed out|no answer within 0.2 s)\)", told)
-    assert not checkpoints.exists() or not [*checkpoints.iterdir()]
+    assert not [*torchvisions.iterdir()]
 
 
 # --- Which images are photos
@@ -259,7 +252,7 @@ def test_a_few_images_tell_whether_they_are_photos_whatever_is_cached(here: Path
     assert not cache.holds_photos(str(here / "letters"), None, options, 160)
 
 
-@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.usefixtures("torchvisions")
 def test_strokes_that_were_taken_for_photos_are_trained_on_as_strokes(
     here: Path, typed: Typed
 ) -> None:

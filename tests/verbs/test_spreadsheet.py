@@ -11,19 +11,8 @@ import pytest
 from ddp_mnist.system.console import Console
 from ddp_mnist.verbs import spreadsheet
 
-COMPUTED = [
-    "=1+1",
-    "+cat",
-    "-cat",
-    "@cat",
-    "\t=1",
-    "\r=1",
-    "\n=1",
-    "\uff1d1",
-    "\uff0b1",
-    "'cat",
-    "''",
-]
+COMPUTED = ["=1+1", "+cat", "-cat", "@cat", "\t=1", "\r=1", "\n=1", "'cat", "''"]
+COMPUTED += ["\uff1d1", "\uff0b1"]  # in full width
 PLAIN = ["cat", "a=b", "Käfer", "甲虫", 'a,"b"', "a\nb\rc", "חתול", "NA", "👨\u200d👩"]
 
 
