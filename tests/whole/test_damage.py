@@ -31,8 +31,7 @@ COMMANDS = {
 WORDS = re.compile("error: |warning: |damaged|lacks")
 RESULTS = ("run/model.safetensors", "page.html", "out/model.safetensors", "out/README.md")
 RUN_FILES = ("config.json", "status.json", "summary.json", "metrics.jsonl", "model.safetensors")
-CACHED = ("about.json", "files.json", "images", "targets", "keys", "decoded_keys", "groups")
-CACHED += ("part", "sums")
+CACHED = "about.json files.json images targets keys decoded_keys groups part sums".split()
 
 
 def lay(folder: Path) -> None:
