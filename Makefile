@@ -113,7 +113,7 @@ bench: $(READY) ## Measure speed here: fit over a plain loop, 1 to N processes
 test: $(READY) ## Run the tests (about 2 minutes on 2 cores, no network)
 	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)
 
-test-system: $(READY) ## Test launchers, recipes, networks and documents (about 5 minutes)
+test-system: $(READY) ## Test launchers, recipes, networks and documents (about 6 minutes)
 	@$(PYTEST) -n 3 $(WHOLE) -m "system and not soak and not gpu" $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 runs are hit at random
