@@ -110,7 +110,7 @@ verify: $(READY) ## Prove here that N processes train as one and resume exactly
 bench: $(READY) ## Measure speed here: fit over a plain loop, 1 to N processes
 	@$(PY) tools/bench.py $(ARGS)
 
-test: $(READY) ## Run the tests (about 2 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
 	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)
 
 test-system: $(READY) ## Test launchers, recipes, networks and documents (about 6 minutes)
