@@ -71,7 +71,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes);" \
 	"for an environment with your own torch, such as PyTorch's CPU wheels (see pytorch.org):" \
 	"make $(MAKECMDGOALS) $(OWN)"; \
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
+	env -u PYTHONPATH $(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	fail "pip failed (see above); check network and disk space, then make again, or use an \
 	existing environment: make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -c 'import torch, torchvision' || \

@@ -32,7 +32,7 @@ class ImageOptions:
         """Return the flags' values. Raise UsageError for a malformed one."""
         names = ("grey", "test_size", "group", "fit", "class_folder")
         as_typed = {name: flags[name] for name in names if name in flags}
-        with blame(f"--group {flags.get('group')}", UsageError, "try e.g. '[A-Z][0-9]+'"):
+        with blame(f"--group {flags.get('group')}", UsageError, "try e.g. 'A[0-9]+'"):
             re.compile(flags.get("group") or "")
         return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
 

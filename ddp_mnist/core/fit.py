@@ -48,6 +48,7 @@ def fit(
     # in DDP; the loader, which still reads `batches`, gives each its part of every batch.
     seed_generators(device, seed)
     net = make_net().to(device)
+    as_tested(net)  # of any net but a `Normalised` one, this would end the run after its last epoch
     optimizer = make_optimizer(net, recipe, accelerator.scaler)  # fused, unless there is a scaler
     model, prepared, loader = accelerator.prepare(net, optimizer, loader)
     # A prepared optimizer adds fp16's loss scaler, and searches the disk for a package in each

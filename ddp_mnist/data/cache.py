@@ -27,6 +27,7 @@ from ddp_mnist.data.groups import (
     named_by,
     on_two_sides,
     together,
+    too_large,
 )
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
@@ -239,7 +240,9 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
     same = held_out.alike(found["keys"], found["decoded_keys"])
     keys = together(same, groups)
     if groups is not None:
-        found["caveats"] += joined_by_copies(groups, same, keys, files_in(found["files"]))
+        files = files_in(found["files"])
+        found["caveats"] += joined_by_copies(groups, same, keys, files)
+        found["caveats"] += too_large(groups, found["group_names"], files)
     labels = held_out.strata(found["targets"])
     test_share, has_validation = None, "validation" in rows
     if "test" not in rows:

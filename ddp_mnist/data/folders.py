@@ -128,12 +128,13 @@ def list_folder(
     taken = {image: split for image, split in split_of.items() if not labels or image in labels}
     left_out = [image for image in images if image not in taken]
     no_train = not options.for_evaluation and "train" not in taken.values()
+    check_paths(typed, {*taken} - {*there}, left_out)
     if len(left_out) > len(taken) or (left_out and no_train):
         kind, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
         if labels and left_out[0] not in labels:
             kind, fix = "metadata file", "add them, or move it if the folders are the classes"
         first, other = (shown_name(str(next(iter(x), "none"))) for x in (left_out, taken))
-        few = f"{len(left_out):,} of {len(images):,} images are in no {kind}, as {first}"
+        few = f"{len(left_out):,} of {len(there):,} images are in no {kind}, as {first}"
         raise DataError(f"{typed}: {few}, but {other} is; {fix}")
     by_split = {s: [image for image in taken if taken[image] == s] for s in SPLIT_WORDS}
     found = {split: each for split, each in by_split.items() if each}
@@ -157,17 +158,25 @@ def list_folder(
         targets, careful = number_columns(each_column, typed, options.columns)
     else:
         targets, classes = number_labels(of_split, typed, "label")
-    every = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
-    hidden = [p for p in every if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
+    others = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
+    hidden = [p for p in others if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
     left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
     if left_out:
-        note = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out"
-        unused.append(f"{note}, as {shown_file(str(left_out[0]), folder)}")
+        why = ", which no metadata file has" * bool(described and left_out[0] not in described)
+        those = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out, as"
+        unused.append(f"{those} {shown_file(str(left_out[0]), folder)}{why}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
-    notes += unused + more
-    column = "file_name" if described else ""
+    column, notes = "file_name" if described else "", notes + unused + more
     groups = [described[image].group for each in splits.values() for image in each if described]
     return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
+
+
+def check_paths(typed: str, missing: set[Path], left_out: list[Path]) -> None:
+    """Raise DataError if a table names images in folders by their names alone."""
+    names = {each.name for each in missing}
+    if bare := [image for image in left_out if image.name in names]:
+        fault = f"{bare[0]} is in no metadata file, but {bare[0].name} is"
+        raise DataError(f"{typed}: {fault}; give paths in the column file_name, as {bare[0]}")
 
 
 def find_splits(

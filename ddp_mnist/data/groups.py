@@ -17,6 +17,7 @@ from ddp_mnist.system.text import shown_name
 
 COLUMN = "group"
 NONE = 2**64 - 1  # in place of a key: the image is a group by itself
+MOST = 0.1  # of all images
 
 
 def name_in(cell: Any) -> str:
@@ -98,6 +99,16 @@ def joined_by_copies(
         )
         has = f"{owners.max():,} have the same image{as_file(files[row])}"
         yield f"{those}, as they share images: {has}; take it out if it shows nothing"
+
+
+def too_large(groups: np.ndarray, names: Sequence[str], files: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence on the largest group, if that may be a camera's name, not an animal's."""
+    keys, first, sizes = np.unique(groups, return_index=True, return_counts=True)
+    largest = np.where(keys == NONE, 0, sizes).argmax()
+    if sizes[largest] > MOST * len(groups):
+        name = dict(zip(keys_of(names).tolist(), names, strict=True))[keys[largest].item()]
+        has = f"group {shown_name(name)} has {sizes[largest]:,} of {len(groups):,} images"
+        yield f"{has}{as_file(files[first[largest]])}: see that it names what belongs together"
 
 
 def as_file(file: str) -> str:

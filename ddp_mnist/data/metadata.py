@@ -23,6 +23,7 @@ from ddp_mnist.data.listing import (
     SPLIT_WORDS,
     Check,
     check_cells,
+    is_number,
     label_check,
     number_check,
 )
@@ -243,6 +244,11 @@ def cells_of(
         found[n] = cells = [x.strip() if isinstance(x, str) else x for x in cells]
         if columns:
             found[n] = with_points(cells, table.separator)
+            few = table.separator == ";" and sum(map(has_point, cells))
+            if few and few < sum(map(has_comma, cells)):
+                what = f"a number with a point in column {columns[n]}, where others have a comma"
+                one_sign = (lambda x: not has_point(x), what, "write them all alike")
+                check_cells(at, cells, one_sign, places)
         check = number_check(columns[n]) if columns else label_check("label")
         check_cells(at, found[n], check, places)
     return [*map(str, names)], [*zip(*found, strict=True)] if columns else found[0]
@@ -254,11 +260,19 @@ def with_points(cells: list[Any], separator: str) -> list[Any]:
     A program writes both as its country does. In a column that has points too, or where tabs
     separate and each comma may be that of a thousand, commas are left, and then refused.
     """
-    with_comma = {x for x in map(str, cells) if DECIMAL_COMMA.fullmatch(x)}
+    with_comma = {*filter(has_comma, cells)}
     may_be_thousands = separator == "\t" and all(re.search(",...$", x) for x in with_comma)
-    if separator == "," or may_be_thousands or any("." in str(x) for x in cells):
+    if separator == "," or may_be_thousands or any(map(has_point, cells)):
         return cells
     return [x.replace(",", ".") if x in with_comma else x for x in cells]
+
+
+def has_comma(cell: Any) -> bool:
+    return bool(DECIMAL_COMMA.fullmatch(str(cell)))
+
+
+def has_point(cell: Any) -> bool:
+    return "." in str(cell) and is_number(cell)
 
 
 def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Path:

@@ -156,6 +156,11 @@ def class_counts(
     return [each._replace(groups=of_class[label]) for label, each in enumerate(found)]
 
 
+def mean_recall(counts: Sequence[Counts]) -> float:
+    """Return the mean of the classes' recalls, of those that have images: rare ones count fully."""
+    return float(np.mean([each.right / each.images for each in counts if each.images]))
+
+
 def label_counts(task: Task, answers: Answers) -> list[Counts]:
     """Return the counts of each column that holds only 0 and 1; a number above 0.5 means 1."""
     there, said = answers.targets > 0.5, answers.predictions > 0.5

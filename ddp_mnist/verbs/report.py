@@ -258,7 +258,7 @@ def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     held = [each for each in splits if each.split == "validation" and run.matrix is not None]
     facts["limits"] = answers.by_limit(held[0]) if held else []
     facts["validated"] = len(held[0].files) if held else 0
-    functions = (advice, main_confusion, most_confused, share_text)
+    functions = (advice, main_confusion, answers.mean_recall, most_confused, share_text)
     named = {each.__name__: each for each in functions}
     return render("report.html", many=MANY_CLASSES, most=MOST_WRONG, **facts, **named)
 

@@ -1,6 +1,8 @@
 """The images of a group, as of an animal, are on one side: of the test, and of the validation."""
 
+import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +130,16 @@ def test_copies_of_an_image_join_their_groups(tmp_path: Path) -> None:
     names = np.array([9, 9, 8, 7, groups.NONE, groups.NONE, 7], np.uint64)
     assert groups.together(keys, names).tolist() == [8, 8, 8, 7, 4, 4, 7]
     assert groups.together(keys, None) is keys
+
+
+def test_a_pattern_that_finds_cameras_in_place_of_animals_is_seen(tmp_path: Path) -> None:
+    cameras = [f"{n[:2]}CAM{1 + (n < 'a/A03')}/{n[2:]}" for n in NAMES]
+    own = write_noise(tmp_path / "own", *cameras)
+    first = ImageOptions(class_folder="first", group="[A-Z][0-9]+")
+    [careful] = [each for each in load(own, first).caveats if "see that" in each]
+    assert re.match(r"group M\d has \d+ of 120 images, as \w/CAM\d/A\d+_0.png: see that", careful)
+    by_animal = load(own, dataclasses.replace(first, group="A[0-9]+"))
+    assert not any("see that" in each for each in by_animal.caveats)
 
 
 def test_images_without_a_group_are_counted_and_a_flag_beats_the_column(tmp_path: Path) -> None:

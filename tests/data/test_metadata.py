@@ -106,6 +106,8 @@ def test_decimal_commas_where_columns_are_not_separated_by_them(
     assert found.careful == []
 
 
+POINT = csv(";", "file_name,x", zip(NAMES, ["24,9", "31,5", "24.9", "7"], strict=True))
+NO_NUMBER = csv(";", "file_name,x", zip(NAMES, ["24,9", "n.a.", "31,5", "7"], strict=True))
 THOUSANDS = csv(";", "file_name,x", zip(NAMES, ["1.000", "12.500", "999,5", "7"], strict=True))
 NO_COMMA = '{"file_name": "3.png" "label": "dog"}'
 AS_NUMBERS = [{"file_name": number, "label": "cat"} for number in range(2)]
@@ -143,6 +145,8 @@ REFUSED: dict[str, tuple[str, Any]] = {  # words of the line, and what is in the
     "which folder .* metadata.csv has no rows": (".csv", "file_name,label\n"),
     "0.png has the labels cat and dog; decide on one": (".csv", f"{TABLE}0.png ,dog"),
     "1 of 4 rows has no number in column x: line 4 is '999,5'": (".csv", THOUSANDS),
+    "1 of 4 rows has no number in column x: line 3 is 'n.a.'": (".csv", NO_NUMBER),
+    "1 of 4 rows has a number with a point in column x, .*: line 4 is '24.9'": (".csv", POINT),
 }
 
 

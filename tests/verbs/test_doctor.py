@@ -275,10 +275,16 @@ def test_what_is_found_in_the_group(fault: str, expected: str, found: Found) -> 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("speeds unasked", "PASS PASS .* 16 MB [0-9.]+ to [0-9.]+ GB/s -> $"),
+        (
+            "speeds unasked",
+            "PASS PASS .* 16 MB [0-9.]+ to [0-9.]+ GB/s, not judged: no --expect-busbw -> $",
+        ),
         ("speeds", "PASS PASS .* GB/s, expected 0.01 GB/s -> $"),
         ("speeds missed", r"PASS FAIL .*, expected 100000 GB/s, less on rank 0 .*, 1 .* -> .*link"),
-        ("gloo unasked", r"PASS PASS products in float32 0.3 to 0.36 TFLOP/s -> $"),
+        (
+            "gloo unasked",
+            r"PASS PASS .* 0.3 to 0.36 TFLOP/s, not judged: no --expect-tflops -> $",
+        ),
         ("gloo", r"PASS PASS .*, expected 0.25 TFLOP/s -> $"),
         ("gloo missed", r"PASS FAIL .*, expected 0.35 TFLOP/s, less on rank 1 [^,]* -> .*thrott"),
         ("nccl", r"WARN PASS .*, expected 0.25 TFLOP/s -> $"),  # 1.2 times the median

@@ -31,7 +31,8 @@ COMMANDS = {
 WORDS = re.compile("error: |warning: |damaged|lacks")
 RESULTS = ("run/model.safetensors", "page.html", "out/model.safetensors", "out/README.md")
 RUN_FILES = ("config.json", "status.json", "summary.json", "metrics.jsonl", "model.safetensors")
-CACHED = "about.json files.json images targets keys decoded_keys groups part sums".split()
+CACHED = ["about.json", "files.json", "images", "targets", "keys", "decoded_keys"]
+CACHED += ["groups", "part", "sums"]
 
 
 def lay(folder: Path) -> None:

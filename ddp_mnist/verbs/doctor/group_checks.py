@@ -45,6 +45,7 @@ SAME = "make versions, variables, code and data the same everywhere"
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
 BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
 LINKS = "look at the links (ethtool, ibstat, nvidia-smi nvlink -s) and their use (NCCL_DEBUG=INFO)"
+GLOO_LINKS = "look for programs that use the cores (uptime), then at the link (ethtool)"
 SLOW_RANK = "look for throttling, other programs, fewer cores or an older card there"
 BAD_MACHINE = "do not train here; use fewer machines to find the bad one (memory, card or driver)"
 Rates = dict[str, list[float]]  # of each rank, by what was measured
@@ -205,10 +206,11 @@ def speeds(group: Group) -> list[CheckResult]:
     ms = {size: max(each[size] for each in everyone) for size in everyone[0]}
     text = f"all-reduce of {', '.join(f'{size} {each:.3g} ms' for size, each in ms.items())}"
     by_rank = [busbw(each, group.size) for each in everyone]
+    fix = LINKS if group.world.backend == "nccl" else GLOO_LINKS
     gb_per_s = {f"all-reduce of {size}": [each[size] for each in by_rank] for size in by_rank[0]}
     return [
         passed("speed", text, figures={f"all-reduce of {k}, ms": v for k, v in ms.items()}),
-        rated(group, "busbw", "GB/s", gb_per_s, group.options.expect_busbw, LINKS),
+        rated(group, "busbw", "GB/s", gb_per_s, group.options.expect_busbw, fix),
     ]
 
 
@@ -222,8 +224,8 @@ def rated(
         text.append(f"{what} {least:.3g} to {most:.3g} {unit}")
         figures |= {f"{what}, slowest rank, {unit}": least, f"{what}, fastest rank, {unit}": most}
     *_, last = rates.values()
+    text.append(f"expected {expected:g} {unit}" if expected else f"not judged: no --expect-{name}")
     if expected:
-        text.append(f"expected {expected:g} {unit}")
         figures[f"expected, {unit}"] = expected
     if below := [rank for rank, rate in enumerate(last) if rate < (expected or 0)]:
         text.append(f"less on {group.store.who(below)}")
