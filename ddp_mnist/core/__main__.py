@@ -58,7 +58,7 @@ def read(split: Dataset) -> Rows:
 def make_net(rows: Rows, task: Task, float64: bool) -> Normalised:
     """Return the net for pixels, with the train rows' mean and deviation of each channel.
 
-    `fit` needs a `Normalised` net, which casts rows to the dtype of its weights. Rows that are no
+    `fit` needs a `Normalised` net, which casts rows to the dtype of its weights. Rows other than
     pixels [B, C, ...] stay as they are with a mean of 0 and a deviation of 1 / 255 per channel.
     """
     pixels = (rows.images.float() / 255).transpose(0, 1).flatten(1)  # [channels, all pixels]

@@ -146,6 +146,21 @@ def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> 
         assert not heart.is_alive()
 
 
+def test_a_rank_is_not_taken_for_another_whose_number_has_its_digits() -> None:
+    zero, *_, eleven = stores(12)
+    for store in (zero, eleven):
+        store.add_rank("key")
+    assert zero.missing_ranks("key") == [*range(1, 11)]
+
+
+def test_a_beat_makes_up_for_those_that_were_missed() -> None:
+    zero, one = (Heartbeat(store, 300) for store in stores(2))
+    for _ in range(3):
+        one.beat()
+        assert not any(zero.reports() for _ in range(zero.misses))
+    assert zero.reports()
+
+
 def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
     def facts(rank: int) -> dict[str, Any]:
         return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}

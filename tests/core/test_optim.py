@@ -1,4 +1,5 @@
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from ddp_mnist.core.nets import MNIST, MODELS
 from ddp_mnist.core.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
 from ddp_mnist.core.recipe import Recipe
+from ddp_mnist.core.wrappers import Normalised, hold_still
 from tests.run_checks import fit_recipe
 
 
@@ -54,6 +56,15 @@ def test_without_a_loss_scaler_the_step_is_fused() -> None:
     for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
         optimizer = make_optimizer(MODELS["mlp"](10, MNIST), fit_recipe(optimizer="adamw"), scaler)
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
+
+
+def test_a_layer_whose_name_begins_as_that_of_the_last_is_not_the_head() -> None:
+    layers = {"fc_in": torch.nn.Linear(4, 3), "fc": torch.nn.Linear(3, 2)}
+    net = Normalised(torch.nn.Sequential(OrderedDict(layers)), (0.5,), (0.5,))
+    for kept, rates in (("", [1.0, 1.0, 10.0, 10.0]), ("body", [10.0, 10.0])):
+        optimizer = make_optimizer(hold_still(net, kept), fit_recipe(head_rate=10.0))
+        assert [group["rate"] for group in optimizer.param_groups] == rates
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(rates)
 
 
 # --- Muon

@@ -99,6 +99,19 @@ def test_patience_counts_on_after_a_resume_also_if_no_score_was_a_number() -> No
         assert (progress.best_score, again.best_weights is None) == (best, best is None)
 
 
+def test_less_patience_ends_a_resumed_run_as_an_epoch_ends_and_not_within() -> None:
+    for steps, flag in ((30, "patience"), (31, None)):
+        state, _ = begun(step=steps)
+        again, _ = begun()
+        for each in (state, again):
+            each.optimizer = torch.optim.SGD(each.net.parameters(), lr=0.1)
+        recipe = fit_recipe(patience=9, epochs=9)
+        for score in (0.5, 0.4):
+            state.end_epoch(recipe, validated(score))
+        again.restore(state.content(recipe), fit_recipe(patience=1, epochs=9))
+        assert again.progress.stopped_by == flag
+
+
 def test_weights_of_another_dtype_are_refused() -> None:
     """load_state_dict would convert them."""
     state, _ = begun()
@@ -165,6 +178,7 @@ def test_a_score_of_which_less_is_better_reaches_its_target_from_above(
         if not progress.stopped_by:
             state.end_epoch(fit_recipe(target_accuracy=0.3), validated(score))
     assert (progress.epoch, progress.stopped_by) == (epoch, "target_accuracy")
+    assert progress.best_score == min(filter(math.isfinite, scores[:epoch]))
 
 
 def ranks(count: int, scaler: bool) -> Any:

@@ -14,6 +14,8 @@ import pytest
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache as caching
+from ddp_mnist.data.decode_all import data_digest
+from ddp_mnist.data.groups import NONE
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import StorageError
 from ddp_mnist.system.text import printable, reason
@@ -108,6 +110,29 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
         load(save_to_disk(tmp_path / "other", "wxyZ", "wxyZ"), cache).digest,
     }
     assert len(same_data | others) == 8
+
+
+def test_each_way_to_read_a_folder_has_its_own_cache(folder: Path, cache: Path) -> None:
+    """A folder of the cache under the name of another is not taken for that."""
+    ways = [ImageOptions(), ImageOptions((14, 14)), ImageOptions(for_evaluation=True)]
+    for _ in range(2):
+        shapes = [load(folder, cache, options=way).images.shape[1:] for way in ways]
+        assert shapes == [(1, 28, 28), (1, 14, 14), (3, 28, 28)]
+    one, *others = whole_folders(cache)
+    for other in others:
+        shutil.rmtree(other)
+        shutil.copytree(one, other)
+    assert [load(folder, cache, options=way).images.shape[1:] for way in ways] == shapes
+
+
+def test_all_that_decides_what_is_trained_and_held_out_is_in_the_digest() -> None:
+    """The keys too, which differ where only images at full size do, and groups, if any."""
+    images, one = np.zeros((4, 1, 2, 2), np.uint8), np.arange(4, dtype=np.uint64)
+    rows, nothing = {"train": np.arange(3), "test": np.arange(3, 4)}, np.full(4, NONE)
+    parts: tuple[Any, ...] = (images, np.arange(4), one, nothing, rows, ["a", "b"])
+    others = (images + 1, np.zeros(4, int), one[::-1], one, {"train": np.arange(4)}, ["a", "c"])
+    changed = [[*parts[:n], other, *parts[n + 1 :]] for n, other in enumerate(others)]
+    assert len({data_digest(*each) for each in ([*parts], *changed)}) == 7
 
 
 # --- A damaged cache

@@ -284,6 +284,8 @@ def test_the_first_folder_that_not_all_images_share_is_the_class(
     for row, file in found.files_of(range(len(names))).items():
         assert f"{found.classes[found.targets[row]]}/" in file
     assert f"without an image: {above}{splits[0]}empty" in found.image_format.notes
+    with pytest.raises(DataError, match=way_out):  # whatever is cached of the other way
+        load(own)
 
 
 @pytest.mark.parametrize(

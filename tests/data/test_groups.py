@@ -111,6 +111,23 @@ def test_a_groups_side_is_that_of_its_name_however_the_set_grows(tmp_path: Path)
     assert test == {name for name, splits in before.items() if splits == {"test"}}
 
 
+def test_a_group_validates_however_a_set_with_a_test_grows(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *(f"train/{name}" for name in NAMES))
+    write_noise(own, "test/a/1.png", "test/b/2.png", seed=2)
+    before = sides(load(own, BY_NAME), by_name)
+    more = (f"train/a/A{n}_{photo}.png" for n in range(500, 520) for photo in range(3))
+    write_noise(own, *more, seed=1)
+    after = sides(load(own, BY_NAME), by_name)
+    assert {name: after[name] for name in before} == before
+
+
+def test_images_that_cannot_be_read_join_no_groups(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *NAMES, *(f"{name[:-4]}_2.png" for name in NAMES))
+    for name in (NAMES[0], NAMES[-1]):
+        (own / name).write_bytes(b"?")
+    assert load(own, BY_NAME).caveats == []
+
+
 def test_copies_of_an_image_join_their_groups(tmp_path: Path) -> None:
     """Through a third group, and one that has no name; two that share no image stay apart."""
     own = write_noise(tmp_path / "own", *NAMES)

@@ -13,7 +13,13 @@ from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.train_config import RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.held_out import draw_by_share, draw_exactly, draw_fold, validation_rows
+from ddp_mnist.data.held_out import (
+    draw_by_share,
+    draw_exactly,
+    draw_fold,
+    key_of,
+    validation_rows,
+)
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import DataError, UsageError
 from ddp_mnist.system.files import read_json
@@ -67,6 +73,11 @@ def test_a_change_of_one_image_moves_no_other(
     others = before.keys() & after.keys()
     assert len(others) == 60 - gone
     assert {pixels for pixels in others if before[pixels] != after[pixels]} == set()
+
+
+def test_the_same_bytes_in_another_shape_are_another_image() -> None:
+    pixels, shapes = np.arange(48, dtype=np.uint8), ((6, 8), (8, 6), (4, 4, 3))
+    assert len({key_of(pixels.reshape(shape)) for shape in shapes}) == 3
 
 
 def test_no_copy_of_a_validation_image_is_trained_on() -> None:
@@ -195,7 +206,9 @@ def test_each_image_is_tested_on_once_and_no_group_is_parted(tmp_path: Path) -> 
         assert (images.test_share, len(images.rows["train"])) == (1 / 3, 27 - len(test))
         tests, digests = tests + test, digests | {images.digest}
     assert sorted(tests) == sorted(files.values())
-    assert len(digests | {data_sets.load(own, ImageOptions(group=r"A\d+")).digest}) == 4
+    for options in (ImageOptions(group=r"A\d+"), ImageOptions(fold=(1, 2), group=r"A\d+")):
+        digests |= {data_sets.load(own, options).digest}
+    assert len(digests) == 5
     line = r"^--fold 1/26: --dataset .* has 25 images \(copies, .*; give at most 25 folds$"
     with pytest.raises(UsageError, match=line):
         data_sets.load(own, ImageOptions(fold=(1, 26), group=r"A\d+"))

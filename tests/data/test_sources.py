@@ -480,7 +480,10 @@ def test_a_configuration_and_a_revision_are_data_sets_of_their_own(
         assert count(place) == expected
         assert len(list(Path(place).glob("hub-a--b-*/about.json"))) == len(expected)
         for name, error in (
-            ("a/b@v1", "has several configurations: all, few; name one of them, as --dataset a/b:"),
+            (
+                "a/b@v1",
+                "has several configurations: all, few; name one of them, as --dataset a/b:all@v1",
+            ),
             ("a/b:x@v1", "ValueError: BuilderConfig 'x' not found. Available: ['all', 'few']"),
             (
                 "a/b:few@v2",

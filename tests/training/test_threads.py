@@ -109,3 +109,19 @@ def test_a_resumed_run_keeps_its_threads_unless_they_are_set(
     third = api.train(resume=run, epochs=3, cpu=True)
     assert (third["threads"], third["threads_tried"], timed) == (2, None, [100])
     assert "threads 1 -> 2" in capsys.readouterr().out
+
+
+def test_the_timing_takes_a_share_of_the_run_and_leaves_out_first_steps(monkeypatch: Patch) -> None:
+    torch.set_num_threads(2)
+    now, kinds = 0.0, set[tuple[int, int]]()
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def step(images: int) -> None:
+        nonlocal now
+        kind = images, torch.get_num_threads()
+        now += images * (0.02 if kind in kinds else 0.03)
+        kinds.add(kind)
+
+    times = threads.time_threads(step, 12, threads.LEAST_STEPS)
+    assert times == {"1": 0.12, "2": 0.12}  # of the 6 images that take long enough
+    assert threads.SHARE * threads.LEAST_STEPS * 12 * 0.02 <= now < threads.MOST_S + 0.24

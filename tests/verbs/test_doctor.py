@@ -300,6 +300,22 @@ def test_a_vendors_figure_is_a_verdict_if_it_is_given(
     assert asked == ("unasked" not in name)
 
 
+def test_the_largest_message_and_the_best_round_are_judged() -> None:
+    told: Any = SimpleNamespace(store=SimpleNamespace(who=str))
+    for last, status in (([2.5, 3.0], "PASS"), ([1.0, 3.0], "FAIL")):
+        rates = {"1 MB": [4.0 - each for each in last], "16 MB": last}
+        assert group.rated(told, "busbw", "GB/s", rates, 2.0, "").status == status
+    alone: Any = SimpleNamespace(
+        world=SimpleNamespace(backend="gloo", accelerator=Mock()),
+        store=SimpleNamespace(who=str, broadcast_from_rank0=lambda _, decide: decide()),
+        options=SimpleNamespace(expect_tflops=0.3),
+        device=torch.device("cpu"),
+        gather=lambda mine: [mine],
+    )
+    with patch.object(group, "tflops", Mock(side_effect=[0.2, 0.4])):
+        assert [result.status for result in group.slowest(alone)] == ["PASS", "PASS"]
+
+
 def test_bus_bandwidth_is_that_of_nccl_tests(found: Found) -> None:
     times = {"1 KB": 1.0, "1 MB": 0.5, "256 MB": 2.0}
     assert collectives.busbw(times, 8) == pytest.approx({"1 MB": 3.670016, "256 MB": 234.881024})

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.train_config import TrainConfig
@@ -69,6 +70,31 @@ def test_n_processes_train_as_one_and_a_resumed_run_is_the_unbroken_one(tmp_path
     (tmp_path / "own.pth").unlink()
     run_world(2, just_train, resumed(broken), folder=tmp_path)
     assert apart(tmp_path / "broken", tmp_path / "on-2") == 0
+
+
+def rates_of_steps(config: TrainConfig) -> list[list[float]]:
+    rates = list[list[float]]()
+    register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append([group["lr"] for group in optimizer.param_groups])
+    )
+    just_train(config)
+    return rates
+
+
+def test_the_last_layer_takes_ten_times_the_rate_in_each_step(tmp_path: Path) -> None:
+    lay(tmp_path)
+    config = proof_config(model="own_bn:Net", weights="own.pth", epochs=1, batch_size=72)
+    [rates] = run_world(1, rates_of_steps, with_flags(config, image_size="28"), folder=tmp_path)
+    assert max(map(max, rates)) > 0
+    for body, *others in rates:
+        assert others == pytest.approx([body, 10 * body, 10 * body])
+
+
+def test_statistics_are_kept_at_any_depth_and_in_any_number_of_dimensions() -> None:
+    layers = nn.Sequential(nn.BatchNorm2d(1)), nn.BatchNorm1d(2), nn.Dropout()
+    net = hold_still(Normalised(nn.Sequential(*layers), (0.5,), (0.5,)), "statistics").train()
+    for module in net.net.modules():
+        assert module.training != isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d)
 
 
 def test_the_last_layer_learns_at_its_own_rate_or_alone() -> None:
