@@ -22,8 +22,16 @@ SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TRANSPARENT = "an alpha channel and were laid on white, or on black if only white is visible"
 # The transposition that makes an image upright, by its EXIF orientation: that of Pillow's own
 # exif_transpose, which also writes the EXIF data anew, and so raises for some that are damaged.
-UPRIGHT = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
-TURNS = {n: PIL.Image.Transpose[name] for n, name in enumerate(UPRIGHT.split(), start=2)}
+TURN = PIL.Image.Transpose
+TURNS = {
+    2: TURN.FLIP_LEFT_RIGHT,
+    3: TURN.ROTATE_180,
+    4: TURN.FLIP_TOP_BOTTOM,
+    5: TURN.TRANSPOSE,
+    6: TURN.ROTATE_270,
+    7: TURN.TRANSVERSE,
+    8: TURN.ROTATE_90,
+}
 
 HEIF = (".heic", ".heif")  # a phone's photos
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file of Git LFS

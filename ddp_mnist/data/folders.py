@@ -158,17 +158,23 @@ def list_folder(
         targets, careful = number_columns(each_column, typed, options.columns)
     else:
         targets, classes = number_labels(of_split, typed, "label")
-    others = {path.relative_to(folder) for path in walk(Path(folder))} - labels.keys()
-    hidden = [p for p in others if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
-    left_out += sorted(path for path in hidden if path.suffix.lower() in image_endings())
+    left_out += hidden_images(folder, labels)
     if left_out:
         why = ", which no metadata file has" * bool(described and left_out[0] not in described)
         those = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out, as"
         unused.append(f"{those} {shown_file(str(left_out[0]), folder)}{why}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
-    column, notes = "file_name" if described else "", notes + unused + more
+    notes += unused + more
+    column = "file_name" if described else ""
     groups = [described[image].group for each in splits.values() for image in each if described]
     return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
+
+
+def hidden_images(folder: str, taken: Collection[Path]) -> list[Path]:
+    """Return the images that are hidden, or in hidden folders, sorted, but for those taken."""
+    there = {path.relative_to(folder) for path in walk(Path(folder))}.difference(taken)
+    hidden = [p for p in there if HIDDEN.search(str(p)) and not JUNK.search(str(p))]
+    return sorted(path for path in hidden if path.suffix.lower() in image_endings())
 
 
 def check_paths(typed: str, missing: set[Path], left_out: list[Path]) -> None:
