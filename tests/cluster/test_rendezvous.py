@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_mnist.cluster import main_port, rendezvous
+from ddp_mnist.cluster.connections import keep_alive, shut_down
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import JoinRequest, join_store
@@ -193,6 +194,21 @@ def meet_and_lose_rank_0() -> Any:
 def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
     _, error = LocalWorld(2, meet_and_lose_rank_0, folder=tmp_path).outcomes()
     assert "rank 0 or its launcher, which serves this port, ended before all had" in str(error)
+
+
+def meet_and_be_cut_off() -> str:
+    """Have each connection to the store cut, as a firewall may do it, and agree all the same."""
+    rank = int(os.environ["RANK"])
+    store = join_store(place(rank, 2, int(os.environ["MASTER_PORT"])), 15)
+    if rank == 1:
+        shut_down(keep_alive())
+    said: str = store.broadcast_from_rank0("word", lambda: "yes")
+    store.close()
+    return said
+
+
+def test_a_rank_whose_connections_are_cut_goes_on(tmp_path: Path) -> None:
+    assert run_world(2, meet_and_be_cut_off, folder=tmp_path) == ["yes", "yes"]
 
 
 # --- The store, which threads share

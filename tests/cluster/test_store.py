@@ -1,11 +1,12 @@
 """What joining, agreeing and ending cost a rank does not depend on how many there are."""
 
+import math
 import os
 import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, join_store
-from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.store import LEAVING_S, Store
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.verbs.verify.watch import just_train, proof_config
 from tests.ranks import at_once, each_of, stores
@@ -159,6 +160,58 @@ def test_a_beat_makes_up_for_those_that_were_missed() -> None:
         one.beat()
         assert not any(zero.reports() for _ in range(zero.misses))
     assert zero.reports()
+
+
+def test_a_rank_that_trains_is_not_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an all-reduce at each beat, as on a GPU, it seems idle but for its steps."""
+    monkeypatch.setattr("ddp_mnist.cluster.heartbeat.calls_others", lambda _: True)
+    monkeypatch.setattr("ddp_mnist.cluster.heartbeat.IDLE", math.inf)
+    heart = Heartbeat(stores(1)[0], 300)
+    waited = []
+    for steps in (0, 0, 1, 1, 2):
+        heart.mains.steps = steps
+        heart.beat(periodic=True)
+        waited.append(heart.last.waited)
+    assert waited == [1, 2, 0, 1, 0]
+
+
+def test_rank_0_does_not_wait_for_lost_ranks_to_leave() -> None:
+    zero, _ = stores(2)
+    zero.lost = [1]
+    began = time.monotonic()
+    zero.shutdown()
+    assert time.monotonic() - began < LEAVING_S / 2
+
+
+class Breaks:
+    """A store whose connections end after their first call, or never answer."""
+
+    def __init__(self, never_answers: bool = False) -> None:
+        self.calls, self.clones, self.never_answers = 0, 0, never_answers
+
+    def clone(self) -> "Breaks":
+        self.calls, self.clones = 0, self.clones + 1
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        time.sleep(1.0 if self.never_answers else 0)
+        if self.calls > 1:
+            raise RuntimeError("Connection reset by peer")
+        return keys == ["key"]
+
+
+def test_a_connection_that_is_cut_is_made_anew_and_a_silent_one_is_not() -> None:
+    """An answer that comes late would be taken for that to the next question."""
+    cut, silent = Breaks(), Breaks(never_answers=True)
+    store = Store(cast(dist.Store, cut), 0, 2, reconnects=True)
+    assert [store.exists("key") for _ in range(5)] == [True] * 5
+    assert (cut.clones, store.unreachable) == (4, "")
+
+    store = Store(cast(dist.Store, silent), 0, 2, patience_s=0.1, reconnects=True)
+    with pytest.raises(RuntimeError, match=r"no sign of life for 0\.1 s"):
+        store.exists("key")
+    assert (silent.clones, store.unreachable) == (0, "no sign of life for 0.1 s")
 
 
 def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:

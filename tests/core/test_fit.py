@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.core.accelerator import make_accelerator
+from ddp_mnist.core.augment import augmentation_table
 from ddp_mnist.core.evaluation import EvalResult
 from ddp_mnist.core.fit import fit
 from ddp_mnist.core.nets import MNIST, MODELS
@@ -107,3 +109,38 @@ def test_the_loop_with_and_without_accelerates_prepare(
         assert largest_difference(tensors, first) < 1e-9
         assert (result["confusion"], last) == (test["confusion"], saved)
         assert logged == [(15, pytest.approx(lines[0][1], rel=1e-9))]
+
+
+def test_every_epoch_is_augmented_anew_and_every_step_clipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The steps between two log lines too, whose norms nobody reads."""
+    epochs, norms = list[int](), list[float]()
+    draw = augmentation_table
+
+    def draws(*arguments: Any) -> Tensor:
+        epochs.append(arguments[-1])
+        return draw(*arguments)
+
+    def measures(optimizer: Any, *_: Any) -> None:
+        every = [p.grad.norm() for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.stack(every).norm()))
+
+    monkeypatch.setitem(fit.__globals__, "augmentation_table", draws)
+    flags = {"augment": "strokes", "epochs": 2, "max_grad_norm": 1e-3}
+    recipe = fit_recipe(optimizer="adamw", lr=1e-3, **flags)
+    accelerator = make_accelerator(cpu=True, mixed_precision="no")
+    rows = rows_of_splits(cache.load("digits").hold_out(287))
+    task = Classification([*"0123456789"])
+
+    def make_net() -> Normalised:
+        return Normalised(MODELS["mlp"](10, MNIST), [0.13], [0.31])
+
+    measured = register_optimizer_step_pre_hook(measures)
+    try:
+        fit(accelerator, rows, make_net, task, recipe, 0, Silent())
+    finally:
+        measured.remove()
+        accelerator.free_memory()
+    assert epochs == [0, 1]
+    assert norms == [pytest.approx(1e-3, rel=1e-3)] * 30

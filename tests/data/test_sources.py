@@ -500,6 +500,20 @@ def test_a_configuration_and_a_revision_are_data_sets_of_their_own(
             cache.load(name, place)
 
 
+def test_a_revision_alone_does_not_stand_for_another(
+    endpoint: Callable[[str], None], tmp_path: Path
+) -> None:
+    for folder in ("old", "new"):
+        write_parquet(tmp_path / folder, "wxyz")
+    with Hub("c/d", tmp_path / "new", v1=tmp_path / "old", v2=tmp_path / "new").running() as hub:
+        endpoint(hub.endpoint)
+        assert len(of(cache.load("c/d@v1"), "test").labels) == TEST
+    endpoint(f"http://127.0.0.1:{free_port()}")
+    for name in ("c/d@v2", "c/d"):
+        with pytest.raises(DataError, match=OUT_OF_REACH):
+            cache.load(name)
+
+
 @pytest.mark.parametrize("who", ["hub", "name server"])
 def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
     who: str, endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
