@@ -3,7 +3,7 @@
 A launcher (accelerate, torchrun, srun) or the user says so in environment variables. If each
 process is started by its own command, flags say it: `--init-method tcp://HOST:PORT --rank R
 --world-size N`. Nothing here imports torch or opens a connection. How a rank uses it is defined
-elsewhere: world.py joins the group, and device.py chooses the local rank, the device and threads.
+elsewhere: world.py joins the group, and device.py what it computes with.
 """
 
 import contextlib

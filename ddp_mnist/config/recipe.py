@@ -57,7 +57,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
-        fine_tuned=Defaults(batches={0: (24, 150)}, epochs=3, **FROM_WEIGHTS),
+        fine_tuned=Defaults(batches={0: (24, 120)}, epochs=3, **FROM_WEIGHTS),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
@@ -91,7 +91,7 @@ class Recipe(Flags):
     freeze: bool = flag(False, "Train the last layer alone; the rest keeps its --weights.")
     epochs: int | None = changeable(
         None,
-        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 150].",
+        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 120].",
         least=1,
     )
     batch_size: int | None = flag(
@@ -178,9 +178,9 @@ def resolve_recipe(
     """Return the flags, each open value chosen for this data and world size, and core's Recipe.
 
     `rows` is the size of the train split, including the `val_rows` held out for validation (by
-    default as many as asked for). `kind` is `ImageFormat.kind`. With `resumes`, the batch size is
-    the earlier run's. With `fine_tunes`, the net starts from weights, and BatchNorm keeps its
-    statistics. Raise UsageError for values that do not fit the data or the world size.
+    default as many as asked for). `kind` is `ImageFormat.kind`. With `fine_tunes`, the net starts
+    from weights, and BatchNorm keeps its statistics. Raise UsageError for values that do not fit
+    the data or the world size.
     """
     preset = PRESETS[recipe.preset]
     defaults = preset.strokes if kind == "strokes" else preset.pictures

@@ -24,9 +24,9 @@ from ddp_mnist.system.text import first_of, joined, printable, shown_name
 
 # The names that have such a word, and the characters that separate words, as `datasets` defines
 # them; also Train, TrainSet and the like.
-APART = "[-._ 0-9]"
+BETWEEN = "[-._ 0-9]"
 SPLIT_NAMES = {
-    split: re.compile(f"(.*{APART})?({'|'.join(words)})(set)?({APART}.*)?", re.IGNORECASE)
+    split: re.compile(f"(.*{BETWEEN})?({'|'.join(words)})(set)?({BETWEEN}.*)?", re.IGNORECASE)
     for split, words in SPLIT_WORDS.items()
 }
 # Suffixes of files that are clearly not images.

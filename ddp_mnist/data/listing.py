@@ -30,7 +30,7 @@ SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in word
 LABELS = ("label", "labels")  # names of the column
 MAX_CLASSES = 1000
 LARGEST = 3.4e38  # number in float32
-MOST_APART = 0.9  # of a column's numbers: a few of many random ones are equal in float32 by chance
+LEAST_DISTINCT = 0.9  # of a column's numbers: by chance a few of many are equal in float32
 
 Cell = str | bytes | np.ndarray | None  # an image file's path or content, or its pixels
 # Of a column's cells: which are right, what the rows of others have, and what to do
@@ -203,7 +203,7 @@ def number_columns(
     numbers, lost = {split: np.array(each, float) for split, each in found.items()}, list[str]()
     for name, every in zip(names, np.concatenate([*numbers.values()], axis=1), strict=True):
         before, after = (len(np.unique(every.astype(kind))) for kind in (float, np.float32))
-        if after < MOST_APART * before:
+        if after < LEAST_DISTINCT * before:
             those = f"column {name} has {before:,} different numbers, and {after:,} in float32"
             lost.append(f"{those}: subtract their mean")
     return {split: each.T.astype(np.float32) for split, each in numbers.items()}, lost
