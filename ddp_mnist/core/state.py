@@ -133,7 +133,10 @@ class State:
             progress.score = score = validation.score
             progress.loss = validation.loss
             best = progress.best_score
-            if math.isfinite(score) and (best is None or self.task.better(score, best)):
+            is_better = best is None or self.task.better(score, best)
+            if score == best and progress.best_loss is not None:  # as few images often score
+                is_better = validation.loss < progress.best_loss
+            if math.isfinite(score) and is_better:
                 progress.best_score, progress.best_epoch = score, progress.epoch
                 progress.best_loss = validation.loss
                 if recipe.patience is not None:

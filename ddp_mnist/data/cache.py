@@ -3,6 +3,7 @@
 `load` maps them, and chooses the rows to train and to test on.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -87,16 +88,19 @@ def load(
     """Return the data set from the cache, mapped; read and decode it first if it is not cached.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` decodes again even if cached. What was cached earlier is compared with its digests,
-    unless `check`, called with its folder, says that another process of this machine does that.
-    `log` is called with a line when decoding begins, as it can take a minute.
+    `refresh` decodes again even if cached, and other sizes when they are needed. What was cached
+    earlier is compared with its digests, unless `check`, called with its folder, says that another
+    process of this machine does that. `log` is called with a line when decoding begins, as it can
+    take a minute.
 
     Raise UsageError or DataError if the data set does not exist or cannot be read, if the cache is
     damaged, or if no test split can be drawn; StorageError if its folder cannot be written.
     """
     source = find_source(dataset)
     path = _path(source, cache_dir, options)
-    if not refresh and (found := _open(path, source)):
+    if refresh:
+        _forget(path, source)
+    if found := _open(path, source):
         if check is None or check(str(path)):
             _check(path, found, source)
     else:
@@ -104,7 +108,7 @@ def load(
             path.parent.mkdir(parents=True, exist_ok=True)
             with take(path.with_name(f"{path.name}.lock"), wait=True):
                 # Another process may have built it while this one waited for the lock.
-                if refresh or not (found := _open(path, source)):
+                if not (found := _open(path, source)):
                     _build(path, source, options, log)
                     found = _open(path, source)
             if not found:
@@ -180,6 +184,14 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         if getattr(error, "errno", None) in TOO_MANY:
             raise
         return None
+
+
+def _forget(path: Path, source: Source) -> None:
+    """Let all that is cached of the source, whatever the size, be decoded again on its next use."""
+    for about in path.parent.glob(f"{path.name.rpartition('-')[0]}-*/{ABOUT}"):
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            if read_json(about)["fingerprint"] == source.fingerprint:
+                about.unlink()
 
 
 def _build(path: Path, source: Source, options: ImageOptions, log: Log) -> None:

@@ -34,6 +34,7 @@ TURNS = {
 }
 
 HEIF = (".heic", ".heif")  # a phone's photos
+HEIF_STARTS = (b"ftypheic", b"ftypheix", b"ftyphevc", b"ftypmif1")  # from its fifth byte on
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file of Git LFS
 NO_IMAGE = {  # what often has the name of an image, by how it begins
     LFS: "a pointer of Git LFS: git lfs pull",
@@ -75,12 +76,20 @@ def image_endings() -> frozenset[str]:
     return frozenset(ending for ending, kind in endings if kind in readable).union(HEIF)
 
 
+def reads_heif() -> bool:
+    register_heif()
+    return HEIF[0] in PIL.Image.EXTENSION
+
+
 def why_unread(name: str, start: bytes) -> str:
     """Return, in a few words, why a file is not read, given its name and first bytes."""
+    if not start:
+        return "empty"
     for sign, what in NO_IMAGE.items():
         if start.lstrip().startswith(sign):
             return what
-    if name.lower().endswith(HEIF) and HEIF[0] not in PIL.Image.EXTENSION:
+    is_heif = name.lower().endswith(HEIF) or start[4:12] in HEIF_STARTS
+    if is_heif and not reads_heif():
         return "of a format that needs: pip install pillow-heif"
     return "of no format that is read here: save it as PNG"
 
@@ -192,6 +201,8 @@ def opaque(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def in_mode(image: PIL.Image.Image, mode: str) -> PIL.Image.Image:
+    if image.mode == "LAB":  # which Pillow converts to nothing else
+        image = image.convert("RGB")
     return image if image.mode == mode else image.convert(mode)
 
 

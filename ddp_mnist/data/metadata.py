@@ -34,6 +34,7 @@ from ddp_mnist.system.text import joined, shown_name
 MOST_READ = 2**22  # bytes of a table that is no metadata file, of which only the columns are told
 LEAD = re.compile(r"(sep=(.)\r?\n)?([ \t]*\r?\n)*")  # Excel's own first line, and blank ones
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+")
+THOUSANDS = re.compile(r"[1-9][0-9]{0,2}[.,][0-9]{3}")  # or a decimal number
 
 
 @dataclass
@@ -249,6 +250,12 @@ def cells_of(
                 what = f"a number with a point in column {columns[n]}, where others have a comma"
                 one_sign = (lambda x: not has_point(x), what, "write them all alike")
                 check_cells(at, cells, one_sign, places)
+            if table.separator != "," and may_be_thousands(cells):
+                what = f"a number in column {columns[n]} that may be in thousands or a decimal one"
+                fix = "write whole numbers without a sign, and decimals with one in each row"
+                check_cells(
+                    at, cells, (lambda x: not THOUSANDS.fullmatch(str(x)), what, fix), places
+                )
         check = number_check(columns[n]) if columns else label_check("label")
         check_cells(at, found[n], check, places)
     return [*map(str, names)], [*zip(*found, strict=True)] if columns else found[0]
@@ -261,10 +268,20 @@ def with_points(cells: list[Any], separator: str) -> list[Any]:
     separate and each comma may be that of a thousand, commas are left, and then refused.
     """
     with_comma = {*filter(has_comma, cells)}
-    may_be_thousands = separator == "\t" and all(re.search(",...$", x) for x in with_comma)
-    if separator == "," or may_be_thousands or any(map(has_point, cells)):
+    is_unclear = separator == "\t" and all(re.search(",...$", x) for x in with_comma)
+    if separator == "," or is_unclear or any(map(has_point, cells)):
         return cells
     return [x.replace(",", ".") if x in with_comma else x for x in cells]
+
+
+def may_be_thousands(cells: list[Any]) -> bool:
+    """Return whether numbers from 1,000 on, and none below, may have a sign before each thousand.
+
+    Those with a sign have three digits after it, and there are whole ones below 1,000.
+    """
+    signed = [cell for cell in cells if has_comma(cell) or has_point(cell)]
+    is_whole = any(re.fullmatch(r"\d{1,3}", str(cell)) for cell in cells)
+    return bool(signed) and is_whole and all(THOUSANDS.fullmatch(x) for x in signed)
 
 
 def has_comma(cell: Any) -> bool:
@@ -278,11 +295,13 @@ def has_point(cell: Any) -> bool:
 def path_of(name: str, beside: Path, folder: str, known: Collection[Path]) -> Path:
     """Return the path of an image, relative to the folder if it lies in it.
 
-    It is in the spelling of the file that is there: accents may be composed in two ways, and
-    tables add blanks at the ends. `known` are paths in the folder, which need no look.
+    It is in the spelling of the file that is there: accents may be composed in two ways, tables
+    add blanks at the ends, and Windows writes backslashes. `known` are paths in the folder, which
+    need no look.
     """
-    forms = (unicodedata.normalize(f, x) for x in (name, name.strip()) for f in ("NFC", "NFD"))
-    paths = (within(folder, beside / each) for each in itertools.chain((name, name.strip()), forms))
+    typed = (name, name.strip(), name.strip().replace("\\", "/"))
+    forms = (unicodedata.normalize(f, x) for x in typed for f in ("NFC", "NFD"))
+    paths = (within(folder, beside / each) for each in itertools.chain(typed, forms))
     there = (x for x in paths if x in known or os.path.exists(Path(folder, x)))  # noqa: PTH110 # raises nothing
     return next(there, None) or within(folder, beside / name)
 

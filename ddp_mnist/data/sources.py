@@ -14,6 +14,7 @@ from typing import Any
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import tables
 from ddp_mnist.data.built_in import BUILT_IN
+from ddp_mnist.data.decode import HEIF, reads_heif
 from ddp_mnist.data.folders import list_folder, paths_in
 from ddp_mnist.data.idx import list_idx
 from ddp_mnist.data.listing import Listing
@@ -77,6 +78,7 @@ class Source:
         """A hash of name, size and time of each file of a folder, which change when the data do.
 
         Tools may keep size and time: of metadata files, which are small, it has the content too.
+        A phone's photos change as they become readable.
         Empty for what is no folder, and does not change.
         """
         if self.kind != "folder":
@@ -87,6 +89,8 @@ class Source:
             files = sorted({path for path in itertools.chain(places, *linked) if path.is_file()})
             contents = [path.read_bytes() for path in filter(is_metadata, files)]
             facts = [*map(_fact, files), *(hashlib.sha256(each).hexdigest() for each in contents)]
+            if any(path.suffix.lower() in HEIF for path in files):
+                facts.append(["reads HEIF", reads_heif()])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def facts_outside(self, files: Iterable[str]) -> list[Any]:

@@ -142,10 +142,11 @@ def _load(
     images = load(flags.dataset, options=options)
 
     known = store.broadcast_from_rank0("known images", lambda: _known(flags, images, name))
+    is_own = images.source == f"folder:{name}"
     # Images from which the run's own test was drawn are split as they were.
-    if known != "none" and test_share:
+    if test_share and (known >= 0.5 or (is_own and known)):
         images = load(flags.dataset, options=replace(options, test_size=test_share))
-    if known == "some" and images.source == f"folder:{name}":
+    if is_own and 0 < known < 1:
         images = images.with_caveat(
             "some images that it was trained on are not there as they were: if their files were"
             " edited, they count as unseen"
@@ -153,8 +154,8 @@ def _load(
     return _relabelled(images, trained.task.names, flags) if images.classes else images
 
 
-def _known(flags: Evaluate, images: ImageData, dataset: str) -> str:
-    """Return whether all, some or none of the images that the run was trained on are there.
+def _known(flags: Evaluate, images: ImageData, dataset: str) -> float:
+    """Return the share of the images that the run was trained on which are there.
 
     To be called on rank 0, which has the run. Raise DataError if it is its own folder, and none is:
     they may have been edited.
@@ -163,12 +164,12 @@ def _known(flags: Evaluate, images: ImageData, dataset: str) -> str:
     known = np.setdiff1d(folder.trained_on(flags.run), groups)
     is_there = np.isin(known, np.concatenate([images.keys, images.decoded_keys]))
     if is_there.any():
-        return "all" if is_there.all() else "some"
+        return float(is_there.mean())
     if known.size and images.source == f"folder:{dataset}":
         why = f"none of the images that {flags.run} was trained on is in its own folder as it was"
         fix = "put them back, or give images that it has not seen"
         raise DataError(f"--dataset {flags.dataset}: {why}; {fix}")
-    return "none"
+    return 0.0
 
 
 def _relabelled(images: ImageData, classes: list[str], flags: Evaluate) -> ImageData:

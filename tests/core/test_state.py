@@ -23,8 +23,8 @@ def begun(**counts: Any) -> tuple[State, Progress]:
     return State(net, None, None, task, progress=progress), progress
 
 
-def validated(accuracy: float) -> EvalResult:
-    return EvalResult("accuracy", accuracy, loss=1.0, count=10)
+def validated(accuracy: float, loss: float = 1.0) -> EvalResult:
+    return EvalResult("accuracy", accuracy, loss, count=10)
 
 
 def test_sums_of_all_ranks_become_means() -> None:
@@ -55,6 +55,10 @@ def test_the_best_validation_is_the_first_of_the_highest(patience: int | None) -
     assert (progress.best_score, progress.best_epoch) == (0.9, 3)
     assert state.best_weights == ({"weight": torch.tensor([[3.0]])} if patience else None)
     assert progress.stopped_by is None
+    # of equal scores, which few images often have, the loss decides
+    for loss in (0.5, 0.4, 0.6):
+        state.end_epoch(fit_recipe(patience=patience), validated(0.9, loss))
+    assert (progress.best_score, progress.best_epoch, progress.best_loss) == (0.9, 7, 0.4)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_the_first_time_it_is_read_and_then_cached(folder: Path, cache: Path) ->
     assert same(images, second)
     assert not load(folder, cache, refresh=True).warnings
     assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
+    small, own = (
+        ImageOptions(size=(14, 14)),
+        cached_folder(cache),
+    )  # of another size too, which train may choose
+    load(folder, cache, options=small)
+    [place] = {*whole_folders(cache)} - {own}
+    load(folder, cache, refresh=True)
+    assert not caching.cached(str(folder), str(cache), small)
+    shutil.rmtree(place)
     write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
     third = load(folder, cache)
     assert of(third, "train").labels[0] == 3

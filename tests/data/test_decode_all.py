@@ -14,8 +14,9 @@ import pytest
 from PIL.PngImagePlugin import PngInfo
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import decode_all
+from ddp_mnist.data import decode_all, sources
 from ddp_mnist.data.image_format import ImageFormat
+from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import read_image
 from tests.data_sets import (
@@ -61,7 +62,7 @@ def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: P
     a_text, cut_short, empty, floats = (f"cat/{kind}.jpg" for kind in sorted(kinds))
     assert refused(own) == (
         f"--dataset {own}: 4 of 16 images cannot be read: {a_text} {UNKNOWN},"
-        f" {cut_short} {TRUNCATED}, {empty} {UNKNOWN}, {floats} (mode F has no fixed range: save"
+        f" {cut_short} {TRUNCATED}, {empty} (empty), {floats} (mode F has no fixed range: save"
         " 8-bit images); replace them or move them out of the folder"
     )
     for file in (a_text, cut_short, floats):
@@ -161,6 +162,18 @@ def test_files_of_two_classes_are_counted_each(tmp_path: Path) -> None:
     assert said == "12 images lie in two classes or more, as cat/same0.png: decide on one"
 
 
+def test_classes_whose_names_are_read_alike_are_told(tmp_path: Path) -> None:
+    names = ["cat", "Cat ", "ca\u200bt", "1", "1.0", "01", "dog", "dog 2"]
+    own = write_noise(tmp_path / "own", *[f"{name}/{n}.png" for name in names for n in range(9)])
+    found = load(own)
+    assert len(found.classes) == 8
+    alike = [line for line in found.caveats if line.startswith("classes")]
+    assert alike == [
+        "classes '1', '1.0' are read as one name: give all their images the same",
+        "classes 'Cat ', 'cat', 'ca\\u200bt' are read as one name: give all their images the same",
+    ]
+
+
 @pytest.mark.parametrize("kind", [pa.list_(cells_of([]).type), pa.list_(pa.uint8())])
 def test_lists_in_a_column_are_no_images(kind: pa.DataType, tmp_path: Path) -> None:
     cells: list[list[int]] = [[]] * TRAIN
@@ -223,13 +236,24 @@ def test_without_its_package_heic_cannot_be_read_and_a_line_says_what_it_needs(
     own = write_noise(tmp_path / "own", *split_up())
     (own / "train/cat/IMG_4.HEIC").write_bytes(JPEG)  # as some programs save them
     assert sizes(load(own)) == (9, 8)
-    for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif"):
+    for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif", "test/dog/IMG_3.jpg"):
         (own / name).write_bytes(HEIC)
     needs = "of a format that needs: pip install pillow-heif"
     said = refused(own, AS_THEY_ARE)
-    assert "2 of 19 images cannot be read: " in said and said.count(needs) == 2
+    assert "3 of 20 images cannot be read: " in said and said.count(needs) == 3
     with pytest.raises(DataError, match=f"^{needs}$"):
         read_image(own / "test/dog/IMG_2.heif", GREY, digit_photos=False)
+
+
+def test_photos_that_become_readable_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write_noise(tmp_path / "own", *split_up(200))
+    (own / "train/cat/IMG_1.HEIC").write_bytes(JPEG)
+    before = find_source(str(own)).fingerprint
+    assert find_source(str(own)).fingerprint == before
+    monkeypatch.setattr(sources, "reads_heif", lambda: True)
+    assert find_source(str(own)).fingerprint != before
 
 
 def test_heic_is_read_where_its_package_is_installed(tmp_path: Path) -> None:

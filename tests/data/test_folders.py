@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
@@ -93,6 +93,15 @@ def test_metadata_of_one_split_alone_is_refused(tmp_path: Path) -> None:
     line = f"^--dataset {own}: no metadata file describes the images of test; add one, or move"
     with pytest.raises(DataError, match=line):
         load(own)
+
+
+def test_a_name_that_only_resembles_a_splits_does_not_leave_out_the_others(tmp_path: Path) -> None:
+    places = [f"{place}/{time}" for place in ("train station", "pier") for time in ("day", "night")]
+    own = write_noise(tmp_path / "own", *[f"{place}/{n}.png" for place in places for n in range(9)])
+    line = "18 of 36 images are in no split, as pier/day/0.png, but train station/day/0.png is; ren"
+    for options in (AS_THEY_ARE, ImageOptions(class_folder="first")):
+        with pytest.raises(DataError, match=line):
+            load(own, options)
 
 
 # --- Names of files and classes

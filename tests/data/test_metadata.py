@@ -84,6 +84,7 @@ def test_a_table_is_read_however_it_was_saved(how: str, tmp_path: Path) -> None:
         ("{root}/a.png", "a.png"),
         ("../own/a.png", "a.png"),
         ("./b/../a.png", "a.png"),
+        (".\\a.png", "a.png"),
     ],
 )
 def test_a_file_is_found_in_another_spelling(named: str, there: str, tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_decimal_commas_where_columns_are_not_separated_by_them(
 POINT = csv(";", "file_name,x", zip(NAMES, ["24,9", "31,5", "24.9", "7"], strict=True))
 NO_NUMBER = csv(";", "file_name,x", zip(NAMES, ["24,9", "n.a.", "31,5", "7"], strict=True))
 THOUSANDS = csv(";", "file_name,x", zip(NAMES, ["1.000", "12.500", "999,5", "7"], strict=True))
+GROUPED = csv(";", "file_name,x", zip(NAMES, ["800", "1.022", "1.044", "90"], strict=True))
 NO_COMMA = '{"file_name": "3.png" "label": "dog"}'
 AS_NUMBERS = [{"file_name": number, "label": "cat"} for number in range(2)]
 SHORT = csv(heading="label,file_name", rows=[("a", "0.png"), ("b",)])
@@ -147,6 +149,7 @@ REFUSED: dict[str, tuple[str, Any]] = {  # words of the line, and what is in the
     "1 of 4 rows has no number in column x: line 4 is '999,5'": (".csv", THOUSANDS),
     "1 of 4 rows has no number in column x: line 3 is 'n.a.'": (".csv", NO_NUMBER),
     "1 of 4 rows has a number with a point in column x, .*: line 4 is '24.9'": (".csv", POINT),
+    "2 of 4 rows have a number in column x that may be in thousands .*: line 3": (".csv", GROUPED),
 }
 
 

@@ -246,10 +246,10 @@ def test_a_few_images_tell_whether_they_are_photos_whatever_is_cached(here: Path
             assert cache.holds_photos(folder, None, options, 160) == is_photo
             cache.load(folder, None, replace(options, size=cached_as))
         assert not cache.holds_photos(folder, None, replace(options, size=(48, 48)), 160)
-    (here / "photos").rename(here / "letters")
-    for old, new in (("one", "a"), ("two", "b")):
-        (here / "letters" / old).rename(here / "letters" / new)
-    assert not cache.holds_photos(str(here / "letters"), None, options, 160)
+    for name, is_photo in (("photos", True), ("grey", False)):  # of writing, if grey
+        for old, new in (("one", "猫"), ("two", "狗")):
+            (here / name / old).rename(here / name / new)
+        assert cache.holds_photos(str(here / name), None, options, 160) == is_photo
 
 
 @pytest.mark.usefixtures("torchvisions")

@@ -133,6 +133,12 @@ def test_images_that_were_edited_beside_others_are_told(here: Path, typed: Typed
         path.unlink()
     told = typed("evaluate", "run", "--dataset", "photos").succeeds()
     assert "some images that it was trained on are not there as they were: if their" in told
+    lay(here / "new", seed=7)  # no test is drawn from others, of which the run knows one
+    shutil.copy(next(Path("photos/a").glob("*.png")), "new/a/known.png")
+    ended = typed("evaluate", "run", "--dataset", "new")
+    assert "run was trained on 1 of these 61 test images (a/known.png); give images" in ended.err
+    Path("new/a/known.png").unlink()
+    assert json.loads(typed("evaluate", "run", "--dataset", "new", "--json").out)["count"] == 60
     config = read_json(Path("run/config.json"))  # as an earlier version wrote it
     rewrite_config(Path("run"), json.dumps(config | {"format": 12, "digest": "0"}))
     for verb in ("evaluate", "report"):
