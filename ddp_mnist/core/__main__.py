@@ -29,7 +29,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float64", action="store_true", help="to see N processes equal one")
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    where = "the weights are then in FILE.model.pt, without its suffix"
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"), help=where)
     parser.add_argument("--resume", action="store_true", help="from --checkpoint")
     return parser.parse_args()
 
@@ -108,7 +109,8 @@ def main() -> None:
     def ask_to_stop(*_: object) -> None:
         run.stop_requests[0] = 1.0
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_stop)
     code = 0
     try:
         fit(accelerator, rows, make_our_net, task, recipe, arguments.seed, run)

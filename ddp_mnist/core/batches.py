@@ -22,10 +22,13 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """A subset of the images, read a batch at a time; `rows`=None takes all.
 
     A batch is (images uint8 [B, C, H, W], their targets, indices int64 [B]). An index is the
-    position among these rows; augmentation looks up its random numbers by it.
+    position among these rows; augmentation looks up its random numbers by it. Targets are classes,
+    int64 [N], or numbers, float [N, columns]: [N] minus outputs [N, 1] would be [N, N] in silence.
     """
 
     def __init__(self, images: Tensor, targets: Tensor, rows: Tensor | None = None) -> None:
+        if targets.is_floating_point() and targets.ndim != 2:
+            raise ValueError(f"targets that are numbers need [N, columns], not {[*targets.shape]}")
         self.images, self.targets = images, targets
         rows = torch.arange(len(targets)) if rows is None else rows
         self.rows = rows.to(images.device)

@@ -88,7 +88,7 @@ class Run:
         They are those of the net that `make_net` wraps; mean and deviation are not among them.
         """
         if self.accelerator.is_main_process:
-            torch.save(net.net.state_dict(), self.file.with_name("model.pt"))
+            torch.save(net.net.state_dict(), self.file.with_suffix(".model.pt"))
         result = f"test {test.name} {test.score:.4f} on {test.count:,} images"
         self.accelerator.print(f"{result} after {state.progress.step:,} steps")
         return test

@@ -31,7 +31,7 @@ def table_of(
     """Return the table for so many images of this kind."""
     images = torch.zeros(1, dtype=torch.uint8).expand(rows, *image_format.shape)
     recipe = fit_recipe(epochs=epochs, augment=image_format.kind)
-    return augmentation_table(recipe, Rows(images, torch.zeros(rows)), seed, epoch)
+    return augmentation_table(recipe, Rows(images, torch.zeros(rows, 1)), seed, epoch)
 
 
 def moves(table: torch.Tensor, aspect: float = 1.0) -> torch.Tensor:

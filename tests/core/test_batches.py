@@ -11,7 +11,7 @@ from tests.run_checks import fit_recipe
 
 
 def rows_of(count: int) -> Rows:
-    return Rows(torch.zeros(count, 1, 1, 1), torch.zeros(count))
+    return Rows(torch.zeros(count, 1, 1, 1), torch.zeros(count, 1))
 
 
 def sampler(count: int, size: int, seed: int, parts: int = 1) -> GlobalBatchSampler:
@@ -53,6 +53,12 @@ def test_a_recipe_for_other_rows_is_refused(wrong: dict[str, int]) -> None:
     recipe = fit_recipe(**{"batch_size": 8, "steps_per_epoch": 12, **wrong})
     with pytest.raises(ValueError, match=r"^100 rows make \d+ steps|^a batch cannot be split"):
         GlobalBatchSampler(rows_of(100), recipe, seed=0)
+
+
+def test_numbers_to_learn_have_columns() -> None:
+    """Else a loss of [N, 1] outputs minus [N] targets is that of all pairs."""
+    with pytest.raises(ValueError, match=r"^targets that are numbers need .*, not \[9\]$"):
+        Rows(torch.zeros(9, 1), torch.zeros(9))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])

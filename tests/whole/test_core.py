@@ -36,13 +36,14 @@ def made(once: Callable[..., Path]) -> Path:
 
 
 def train_copy(made: Path, run: str, *flags: str, stops: bool = False) -> None:
-    """Train by the copy; with `stops`, the last rank gets SIGTERM at STOPS_AT."""
+    """Train by the copy; with `stops`, rank 0 gets Ctrl-C and the others SIGTERM at STOPS_AT."""
     torch.set_num_threads(1)
-    steps, ranks_after = itertools.count(1), int(os.environ.get("WORLD_SIZE", "1")) - 1
+    steps = itertools.count(1)
 
     def strike(*_: Any) -> None:
-        if next(steps) == STOPS_AT and int(os.environ.get("RANK", "0")) == ranks_after:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if next(steps) == STOPS_AT:
+            sent = signal.SIGTERM if int(os.environ["RANK"]) else signal.SIGINT
+            os.kill(os.getpid(), sent)
 
     sys.path.insert(0, str(made))
     data = ["--dataset", str(made / "digits"), "--batch-size", "72", "--epochs", "2"]
@@ -52,7 +53,7 @@ def train_copy(made: Path, run: str, *flags: str, stops: bool = False) -> None:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run / "model.pt")
+    return torch.load(run / "checkpoint.model.pt")
 
 
 def test_a_copy_on_n_processes_equals_one_and_resumed_equals_unbroken(
@@ -67,7 +68,7 @@ def test_a_copy_on_n_processes_equals_one_and_resumed_equals_unbroken(
     run = (made, "stopped", *in_parts)
     ended = LocalWorld(2, partial(train_copy, stops=True), *run, folder=tmp_path).outcomes()
     assert [str(outcome) for outcome in ended] == ["143", "143"]
-    assert not (tmp_path / "stopped" / "model.pt").exists()
+    assert not (tmp_path / "stopped" / "checkpoint.model.pt").exists()
     another = LocalWorld(2, train_copy, *run, "--resume", "--seed", "1", folder=tmp_path)
     assert {*map(str, another.outcomes())} == {"seed was 0 as the run began, not 1"}
     run_world(2, train_copy, *run, "--resume", folder=tmp_path)
