@@ -57,7 +57,7 @@ PRESETS = {
         pictures=Defaults(
             "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
-        fine_tuned=Defaults(batches={0: (24, 120)}, epochs=3, **FROM_WEIGHTS),
+        fine_tuned=Defaults(batches={300: (24, 150), 0: (24, 120)}, epochs=3, **FROM_WEIGHTS),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
@@ -91,7 +91,7 @@ class Recipe(Flags):
     freeze: bool = flag(False, "Train the last layer alone; the rest keeps its --weights.")
     epochs: int | None = changeable(
         None,
-        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 120].",
+        "Passes over train data [300 steps; pictures: 700 to 2000, from weights 120 or 150].",
         least=1,
     )
     batch_size: int | None = flag(

@@ -13,6 +13,7 @@ MNIST, DIGITS = 60_000, 1437
 
 
 PICTURES: dict[str, Any] = {"kind": "pictures"}
+FROM_WEIGHTS = PICTURES | {"fine_tunes": True}
 ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
 
 
@@ -34,6 +35,10 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
         (4500, PICTURES, 72, 900, 14),  # 50 steps
         (9000, PICTURES, 144, 1800, 20),  # 50 steps
         (MNIST, PICTURES, 144, 5000, 10),
+        # From weights it is short.
+        (336, FROM_WEIGHTS, 24, 67, 11),  # 269 to train on, 11 steps
+        (375, FROM_WEIGHTS, 24, 75, 13),  # 300, 12 steps
+        (1500, FROM_WEIGHTS, 24, 300, 3),  # 50 steps
         (MNIST, PICTURES | {"epochs": 1, "batch_size": 72}, 72, 5000, 1),
         # The accurate preset takes 4,000 steps, each of twice the batch.
         (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
@@ -44,9 +49,10 @@ ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
 def test_the_data_set_decides_batch_size_and_epochs(
     rows: int, given: dict[str, Any], batch_size: int, val_size: int, epochs: int
 ) -> None:
-    typed = {name: given[name] for name in given if name not in ("world_size", "kind")}
-    size, kind = given.get("world_size", 1), given.get("kind", "strokes")
-    flags, recipe = resolve_recipe(Recipe(**typed), rows, size, kind=kind)
+    options: dict[str, Any] = {"world_size": 1, "kind": "strokes", "fine_tunes": False}
+    typed = {name: given[name] for name in given.keys() - options.keys()}
+    options |= {name: given[name] for name in given.keys() & options.keys()}
+    flags, recipe = resolve_recipe(Recipe(**typed), rows, **options)
     assert (flags.batch_size, flags.val_size, flags.epochs) == (batch_size, val_size, epochs)
     assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
     assert recipe.steps_per_epoch == (rows - val_size) // batch_size
