@@ -46,7 +46,7 @@ PUBLIC = {
 }
 OF_A_TASK = "columns name outputs loss predict score better metrics scaled unscaled"
 OF_ALL_TASKS = "training_loss count"  # which a task of one's own keeps
-# Code lines. Those of the package and the tests have some 3 % of slack.
+# Code lines.
 CLOSURE_OF_FIT, PACKAGE_LINES, TEST_LINES = 1_200, 10_650, 15_650
 
 

@@ -32,6 +32,7 @@ from ddp_mnist.data.groups import (
 )
 from ddp_mnist.data.image_data import ImageData, files_in
 from ddp_mnist.data.image_format import ImageFormat, mean_and_std
+from ddp_mnist.data.listing import read_alike
 from ddp_mnist.data.photos import SMALLEST, are_photos
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import TOO_MANY, DataError, StorageError, UsageError, blame
@@ -188,7 +189,8 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
 
 def _forget(path: Path, source: Source) -> None:
     """Let all that is cached of the source, whatever the size, be decoded again on its next use."""
-    for about in path.parent.glob(f"{path.name.rpartition('-')[0]}-*/{ABOUT}"):
+    name = path.name[:-HASH]
+    for about in path.parent.glob(f"{name}{'?' * HASH}/{ABOUT}"):
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             if read_json(about)["fingerprint"] == source.fingerprint:
                 about.unlink()
@@ -255,6 +257,7 @@ def _image_data(found: dict[str, Any], source: Source, options: ImageOptions) ->
         files = files_in(found["files"])
         found["caveats"] += joined_by_copies(groups, same, keys, files)
         found["caveats"] += too_large(groups, found["group_names"], files)
+        found["caveats"] += read_alike("groups", found["group_names"])
     labels = held_out.strata(found["targets"])
     test_share, has_validation = None, "validation" in rows
     if "test" not in rows:

@@ -6,10 +6,8 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import statistics
-import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +30,11 @@ from ddp_mnist.data.decode import (
 from ddp_mnist.data.groups import NONE, keys_of
 from ddp_mnist.data.held_out import alike, key_of, strata
 from ddp_mnist.data.image_format import DIGITS, Shape, borders_of
-from ddp_mnist.data.listing import STORED_SPLITS, Listing, shown_file
+from ddp_mnist.data.listing import STORED_SPLITS, Listing, read_alike, shown_file
 from ddp_mnist.errors import DataError
 from ddp_mnist.system.affinity import cores
 from ddp_mnist.system.files import write_atomically
-from ddp_mnist.system.text import first_of, joined, printable
+from ddp_mnist.system.text import first_of, printable
 
 Array = np.ndarray
 RowsBySplit = dict[str, Array]  # by split
@@ -275,10 +273,7 @@ def warnings_about(
     It is images in two splits or two classes, classes of a single colour, and of one name.
     """
     found, every = [*listing.careful], np.concatenate([*rows.values()])
-    for _, alike_names in itertools.groupby(sorted(listing.classes, key=as_read), key=as_read):
-        if len(names := [*alike_names]) > 1:
-            shown = joined(map(repr, names), 80)
-            found.append(f"classes {shown} are read as one name: give all their images the same")
+    found += read_alike("classes", listing.classes)
     for one, other in itertools.combinations(rows, 2):
         there = rows[other]
         if (shared := there[np.isin(keys[there], keys[rows[one]])]).size:
@@ -296,14 +291,6 @@ def warnings_about(
         those = f"{len(plain):,} of {len(every):,} images show a single colour"
         found.append(f"{those}{first_file(listing, plain)}: look at them")
     return found
-
-
-def as_read(name: str) -> str:
-    """Return a class's name without what people overlook: case, blanks at its ends, signs without
-    width, and the point that spreadsheets give whole numbers, as 1.0.
-    """
-    seen = "".join(sign for sign in name if unicodedata.category(sign) != "Cf")
-    return re.sub(r"^(\d+)\.0$", r"\1", " ".join(seen.split()).casefold())
 
 
 def first_file(listing: Listing, numbers: Array) -> str:

@@ -129,7 +129,8 @@ def list_folder(
     left_out = [image for image in images if image not in taken]
     no_train = not options.for_evaluation and "train" not in taken.values()
     check_paths(typed, {*taken} - {*there}, left_out)
-    is_guess = bool(guessed) and len({*taken.values()}) == 1  # as `train station` of three stations
+    # as `train station` of three stations
+    is_guess = bool(guessed) and not labels and len({*taken.values()}) == 1
     if len(left_out) > len(taken) or (left_out and (no_train or is_guess)):
         kind, fix = "split", "rename that, or put images into train/CLASS/ and test/CLASS/"
         if labels and left_out[0] not in labels:

@@ -1,7 +1,9 @@
 """What a source lists: the images of each split and their labels, before anything is decoded."""
 
 import contextlib
+import itertools
 import os
+import re
 import reprlib
 import unicodedata
 import warnings
@@ -229,3 +231,19 @@ def number_labels(
     index_of = {name: index for index, name in enumerate(classes)}
     indices = {s: np.array([index_of[w] for w in each], np.int64) for s, each in words.items()}
     return indices, classes
+
+
+def read_alike(kind: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence on names of classes or groups that people read as one."""
+    for _, alike in itertools.groupby(sorted(names, key=as_read), key=as_read):
+        if len(several := [*alike]) > 1:
+            shown = joined(map(repr, several), 80)
+            yield f"{kind} {shown} are read as one name: give all their images the same"
+
+
+def as_read(name: str) -> str:
+    """Return a name without what people overlook: case, blanks at its ends, signs without
+    width, and the point that spreadsheets give whole numbers, as 1.0.
+    """
+    seen = "".join(sign for sign in name if unicodedata.category(sign) != "Cf")
+    return re.sub(r"^(\d+)\.0$", r"\1", " ".join(seen.split()).casefold())

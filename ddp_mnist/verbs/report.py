@@ -269,11 +269,12 @@ def advice(run: ReportedRun) -> str | None:
     Without a validation the test replaces it; None if no step was logged, or without classes.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
-    last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
-    if not last or not run.summary["classes"]:
+    if not lines or not run.summary["classes"]:
         return None
     recipe, summary = run.config["recipe"], run.summary
-    trained = sum(last) / len(last)
+    steps = np.diff([line["step"] for line in lines], prepend=0)  # that each line is the mean of
+    is_last = [line["epoch"] == lines[-1]["epoch"] for line in lines]
+    trained = float(np.average([line["accuracy"] for line in lines], weights=steps * is_last))
     if summary["val_accuracy"] is None:
         split, other, images = "test", summary["test_accuracy"], summary["test_count"]
     else:

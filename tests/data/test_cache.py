@@ -69,15 +69,16 @@ def test_the_first_time_it_is_read_and_then_cached(folder: Path, cache: Path) ->
     assert same(images, second)
     assert not load(folder, cache, refresh=True).warnings
     assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
-    small, own = (
-        ImageOptions(size=(14, 14)),
-        cached_folder(cache),
-    )  # of another size too, which train may choose
+    # of other sizes too, one of which train may choose
+    small, own = ImageOptions(size=(14, 14)), cached_folder(cache)
     load(folder, cache, options=small)
     [place] = {*whole_folders(cache)} - {own}
+    another = shutil.copytree(own, own.with_name(f"{own.name[:-8]}2-{own.name[-8:]}"))
     load(folder, cache, refresh=True)
     assert not caching.cached(str(folder), str(cache), small)
+    assert (another / "about.json").exists()  # whose name begins alike
     shutil.rmtree(place)
+    shutil.rmtree(another)
     write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
     third = load(folder, cache)
     assert of(third, "train").labels[0] == 3

@@ -85,6 +85,12 @@ def test_a_padded_image_is_whole_in_the_middle_of_grey() -> None:
     assert np.array_equal(decode_image(image, (3, 20, 40), "pad"), decode_image(image, (3, 20, 40)))
 
 
+def test_lab_becomes_grey_too() -> None:
+    image = PIL.Image.new("LAB", (5, 4), (128, 128, 128))
+    grey = decode_image(image, (1, 4, 5))
+    assert np.array_equal(grey[0], np.asarray(image.convert("RGB").convert("L")))
+
+
 def test_a_format_of_an_earlier_version_is_cropped() -> None:
     now = ImageFormat((1, 2, 3), (0.5,), (0.5,), [], False, False)
     earlier = {name: value for name, value in asdict(now).items() if name != "fit"}

@@ -102,6 +102,9 @@ def test_a_name_that_only_resembles_a_splits_does_not_leave_out_the_others(tmp_p
     for options in (AS_THEY_ARE, ImageOptions(class_folder="first")):
         with pytest.raises(DataError, match=line):
             load(own, options)
+    rows = [(f"{place}/{n}.png", place[-3:]) for place in places for n in range(9)]
+    write_metadata(own, rows[:30])  # which says what belongs to the data set
+    assert "taken for splits by their names: train station" in load(own).image_format.notes
 
 
 # --- Names of files and classes

@@ -121,6 +121,13 @@ def test_a_group_validates_however_a_set_with_a_test_grows(tmp_path: Path) -> No
     assert {name: after[name] for name in before} == before
 
 
+def test_groups_whose_names_are_read_alike_are_told(tmp_path: Path) -> None:
+    own = write_noise(tmp_path / "own", *NAMES, "a/a7_1.png", "b/A7_2.png")
+    found = load(own, ImageOptions(group="[Aa][0-9]+"))
+    said = "groups 'A7', 'a7' are read as one name: give all their images the same"
+    assert said in found.caveats
+
+
 def test_images_that_cannot_be_read_join_no_groups(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *NAMES, *(f"{name[:-4]}_2.png" for name in NAMES))
     for name in (NAMES[0], NAMES[-1]):

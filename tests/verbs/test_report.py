@@ -386,8 +386,9 @@ def test_what_train_and_validation_say_together(
     trained: float, validated: float, recipe: dict[str, Any], said: str
 ) -> None:
     """With --val-size 0 the test takes the validation's place."""
-    logged = [(0, 0.1), (1, trained - 0.02), (1, trained + 0.02)]
-    metrics = [{"epoch": epoch, "accuracy": accuracy} for epoch, accuracy in logged]
+    # each line is the mean of the steps since the one before
+    logged = [(0, 26, 0.1), (1, 50, trained - 0.005), (1, 52, trained + 0.06)]
+    metrics = [{"epoch": n, "step": step, "accuracy": x} for n, step, x in logged]
     config = {"recipe": {"model": "cnn", "augment": False, "weights": None} | recipe}
     counts = {"dataset": {"val_rows": 200}, "test_count": 200, "test_accuracy": validated}
     counts |= {"classes": ["a", "b"]}
