@@ -101,7 +101,7 @@ report: $(READY) ## Write an HTML page about RUN=runs/latest
 	@$(PY) -m ddp_mnist report $(RUN) $(ARGS)
 
 doctor: $(READY) ## Check this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=), before training
-	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
+	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)$(NUM_MACHINES)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
 	else $(MULTINODE) --verb doctor -- --mixed-precision auto $(ARGS); fi
 
 verify: $(READY) ## Prove here that N processes train as one and resume exactly

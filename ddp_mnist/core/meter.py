@@ -37,7 +37,9 @@ class Meter:
         self.task = task
         self.losses: list[Tensor] = []
         self.answers: list[tuple[Tensor, Tensor]] = []  # predictions and targets
-        self.gradient_norm: Tensor | None = None  # of the last step that is logged
+        self.gradient_norm: Tensor | None = (
+            None  # before clipping, of the last step that measured it
+        )
         self.waited_s = self.training_s = 0.0  # this rank's, since the last log line
         self.last_sync = self.last_save = progress.step
         self.next_sync_step = progress.step + 1  # the same on all ranks
@@ -114,7 +116,7 @@ class Meter:
     def line(self, end: bool) -> dict[str, Any]:
         """Return the means since the last log line, and what was measured; `end` starts over.
 
-        The score has its own name. Norm, waiting and memory are those of this rank.
+        The score has its own name. Waiting and memory are those of this rank.
         """
         progress = self.progress
         means = progress.end_log_line() if end else progress.since_log.means()

@@ -153,6 +153,7 @@ def list_folder(
         labels = {image: place.name for image, place in class_folders.items()}
         places = {*class_folders.values()}
         unused += [*empty_classes(folder, paths, places, images), *like_splits(places)]
+        unused += other_tables(folder, paths)
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
     if options.columns:

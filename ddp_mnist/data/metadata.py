@@ -191,6 +191,7 @@ def read_metadata(
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
             names, targets = cells_of(table, at, wanted, columns)
+            notes += unused_columns(file, table, wanted)
             splits = cells_of_more(table, at, "split", columns, OF_A_SPLIT)
             groups = map(name_in, cells_of_more(table, at, COLUMN, columns))
             rows = map(Described, targets, map(split_in_cell, splits), groups)
@@ -211,6 +212,21 @@ def read_metadata(
         fix = "add what is missing" if notes else "add one"
         raise DataError("; ".join([fault, *notes, *other_tables(folder, paths), fix]))
     return found, notes
+
+
+def unused_columns(file: Path, table: Table, wanted: dict[str, str | None]) -> list[str]:
+    """Return a note on columns that say the same of several images, and perhaps name groups."""
+    known = {*wanted.values(), *(table.column("", name) for name in ("split", COLUMN))}
+    rows = [row for _, row in table.rows]
+    repeat = [
+        name
+        for name in table.columns
+        if name not in known and 1 < len({str(row.get(name)) for row in rows}) < len(rows)
+    ]
+    if not repeat or table.column("", COLUMN):
+        return []
+    fix = f"if one tells which images belong together, call it {COLUMN}"
+    return [f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"]
 
 
 def cells_of_more(

@@ -128,6 +128,10 @@ def run(flags: Report) -> None:
             table = page.with_name(prefix + name)
             if table.is_file() and table.read_bytes().startswith(begins):
                 table.unlink()
+                if table.name not in contents:
+                    warn(
+                        f"{run.name}: removed {escaped(table)}, as this page has no answers for it"
+                    )
         for name, content in contents.items():
             files.write_atomically(page.with_name(name), content)
             console.print(f"written to {escaped(page.with_name(name))}")

@@ -1,4 +1,5 @@
 import itertools
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,32 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     see(made, float("nan"), [1])
     with pytest.raises(Diverged, match=r"^lr 0\.01: by step 3 the loss is no longer"):
         made.sync([0.0])
+
+
+def test_a_line_has_the_norm_the_share_of_waiting_and_the_memory(clock: Any) -> None:
+    """Of 4 s of training 1 s was waiting; the next line counts from there."""
+
+    def slowly() -> Any:
+        for batch in range(2):
+            clock.now += 0.5
+            yield batch
+
+    one = SimpleNamespace(**vars(ranks(1)), device=torch.device("cpu"))
+    made = meter.Meter(one, Progress(), RECIPE, TWO)
+    made.gradient_norm = torch.tensor(0.75)
+    assert [*made.steps_of(slowly())] == [[0], [1]]
+    see(made, 0.5, [1, 0])
+    clock.now += 3
+    made.sync([])
+    line = made.line(end=True)
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert line["gradient_norm"] == 0.75
+    assert line["waiting_for_data"] == 0.25
+    assert 0 <= peak_kb * 1024 / 10**6 - line["peak_memory_mb"] < 50
+    see(made, 0.5, [1, 0])
+    clock.now += 3
+    made.sync([])
+    assert made.line(end=True)["waiting_for_data"] == 0
 
 
 def simulated(

@@ -33,6 +33,7 @@ def jsonl(*rows: Any) -> str:
 
 OBJECTS = [{"file_name": name, "label": label} for name, label in ROWS]
 TABLE = csv()
+CALLED = "a table of the images is called metadata.csv, and has the"
 
 
 def listed(root: Path, content: Any, name: str, reading: ImageOptions = AS_THEY_ARE) -> Listing:
@@ -94,6 +95,26 @@ def test_a_file_is_found_in_another_spelling(named: str, there: str, tmp_path: P
     found = listed(own, csv(rows=rows), "metadata.csv")
     assert f"{own}/{there}" in found.images["train"]
     assert len(found) == 5
+
+
+def test_columns_that_may_name_groups_are_told(tmp_path: Path) -> None:
+    heading, more = "file_name,label,Tier,number,site", zip("AABB", "1234", "xxxx", strict=True)
+    rows = [(*row, *each) for row, each in zip(ROWS, more, strict=True)]
+    found = listed(tmp_path, csv(heading=heading, rows=rows), "metadata.csv")
+    which = "if one tells which images belong together, call it group"
+    assert found.notes == [f"metadata.csv: columns not used: 'Tier'; {which}"]
+    grouped = csv(heading="file_name,label,group,number,Tier", rows=rows)
+    assert listed(tmp_path, grouped, "metadata.csv").notes == []
+
+
+def test_a_table_of_another_name_beside_folders_of_classes_is_told(tmp_path: Path) -> None:
+    write_noise(tmp_path, "a/0.png", "a/1.png", "b/2.png")
+    (tmp_path / "Fotos.csv").write_text("Datei;Tier\na/0.png;7\n")
+    notes = find_source(str(tmp_path)).listing(AS_THEY_ARE).notes
+    assert notes == [
+        "Fotos.csv has the columns 'Datei', 'Tier'",
+        f"{CALLED} columns file_name and label",
+    ]
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
@@ -191,8 +212,7 @@ def test_images_without_folders_beside_a_table_of_another_name(name: str, tmp_pa
     contents = {".csv": "id,breed\n0,x\n", ".tsv": "id\tbreed\n", ".jsonl": '{"id": 0, "breed": 1}'}
     content = contents.get(Path(name).suffix, {"id": [1], "breed": ["x"]})
     has = f"{name} has the columns 'id', 'breed'"
-    words = "a table of the images is called metadata.csv, and has the"
-    with pytest.raises(DataError, match=f"which folder is the class of 0.png.*; {has}; {words}"):
+    with pytest.raises(DataError, match=f"which folder is the class of 0.png.*; {has}; {CALLED}"):
         listed(tmp_path, content, name)
 
 

@@ -108,6 +108,19 @@ def test_fault_63_a_net_that_cannot_be_trained(code: str, own_file: Path) -> Non
     assert refused("own_net:Own") == line  # not by chance
 
 
+@pytest.mark.parametrize("after", ["y - y.mean(0)", "y + y[:1] * (len(y) > 1)"])
+def test_a_net_that_mixes_the_images_of_a_batch(after: str, own_file: Path) -> None:
+    forward = f"(lambda y: {after})(super().forward(x))"
+    own_file.write_text(OWN + VARIANT.format(init="pass", forward=forward))
+    task, fault = (
+        Classification([*"abcde"]),
+        "^--model own, in eval .* on other images in its batch",
+    )
+    with pytest.raises(UsageError, match=fault):
+        trial.check_apart(build_net("own_net:Own", task, COLOUR), "own", COLOUR.shape)
+    trial.check_apart(build_net("cnn_bn", task, COLOUR), "own", COLOUR.shape)
+
+
 def _sent() -> set[torch.dtype]:
     """Return the types of numbers that DDP sends to this rank."""
     sent, flags = set(), Distribution(cpu=True)

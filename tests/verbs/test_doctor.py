@@ -248,7 +248,7 @@ FOUND = {
     "variable": "FAIL same: NCCL_.* has none; rank 1 .* has NCCL_ALGO=Ring -> .* everywhere",
     "code": "FAIL same: the code of ddp_mnist: rank 0 .* has .*; rank 1 .* has 0 -> .* everywhere",
     "data": "FAIL same: the data of digits: rank 0 .* has .*; rank 1 .* has 0+ -> .* everywhere",
-    "no data": r"WARN same data: .* rank 1 \(.* not cached -> run ddp-mnist prepare on each",
+    "no data": r"WARN same data: .* rank 1 \(.* not cached -> run .* prepare --dataset .* on each",
     "damaged": r"FAIL broadcast: rank 0 \([^,]*\): wrong result -> do not train here",
     "broken": r"FAIL all-reduce: rank 0 .*, 1 \(.*\): Cuda failure 'operation not .*NCCL_DEBUG",
     "barrier": r"FAIL barrier: rank 0 \([^,]*\): wrong result -> do not train here",
@@ -258,7 +258,7 @@ FOUND = {
     "hot": r"FAIL cpu: rank 1 \(.* 1 wrong numbers .* -> .*overheating",
     "bad burn-in": r"FAIL burn-in: .*; first of 1 faults: training, .* on rank 1 \(.* -> .*verify",
     "machine": "PASS machine: [^:]+: 3 of 3 checks passed -> $",  # one line for both ranks
-    "burn-in": "PASS burn-in: 1 round in 0.001 minutes, .* images/s at first and .* at last -> $",
+    "burn-in": "PASS burn-in: 1 round in 0.001 min, .* images/s at first and .* at last -> $",
     "same": "PASS same: versions, code and data of 2 processes are equal -> $",
     "collectives": "PASS collectives: right on every rank: broadcast, all-reduce, .*, barrier -> $",
 }

@@ -245,6 +245,18 @@ def test_without_the_images_page_and_terminal_say_so(
     assert capsys.readouterr() == ("", said)
 
 
+def test_tables_of_an_earlier_page_do_not_go_in_silence(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(photos, tmp_path / "run")
+    told = write(run, dataset="fashion_mnist", cache_dir=str(tmp_path))
+    assert told == [run / "report.html", run / "classes.csv"]
+    assert not (run / "predictions.csv").exists()
+    last = capsys.readouterr().err.splitlines()[-1]
+    removed = f"removed {run}/predictions.csv, as this page has no answers for it"
+    assert last == f"ddp-mnist: warning: run: {removed}"
+
+
 def test_a_summary_of_another_program_is_one_line(
     first: Path, tmp_path: Path, typed: Typed
 ) -> None:

@@ -71,6 +71,7 @@ not_persistent = of(with_lost_buffer, running)
 attribute = of(lambda self: setattr(self, "temperature", 1.0), temperature)
 own_generator = of(with_dice, lambda self, y: y * torch.rand((), generator=self.dice))
 of_the_module = of(lambda self: None, lambda self, y: y * GENERATOR.random())
+centred = of(lambda self: None, lambda self, y: y - y.mean(0))  # over the images
 counted = of(lambda self: setattr(self, "calls", 0), calls)
 
 class Loss:
@@ -108,11 +109,14 @@ def test_fault_47_state_that_a_checkpoint_would_lose_is_named_before_training(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    flags = {**dict.fromkeys(LOST, "model"), "loss": "loss"}
+    flags = {**dict.fromkeys([*LOST, "centred"], "model"), "loss": "loss"}
     [errors] = run_world(1, errors_of, flags, folder=tmp_path)
     for name, what in LOST.items():
         assert errors[name].startswith(f"--model own:{name}: forward {what}"), errors[name]
         assert "which is not in its state_dict, so a resumed run would differ" in errors[name]
+    assert errors["centred"].startswith(
+        "--model own:centred, in eval mode: the outputs for an image"
+    )
     assert errors["loss"].startswith("--loss own:loss, on outputs [3, 10] and targets [3]: gives")
 
 

@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import ddp_mnist
 from ddp_mnist import train
 from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
@@ -24,7 +26,7 @@ from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.train_config import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, DdpMnistError
-from ddp_mnist.system.text import count, reason
+from ddp_mnist.system.text import count, quoted, reason
 from ddp_mnist.training.recorded_run import RecordedRun
 from ddp_mnist.training.training_run import make_run
 from ddp_mnist.training.versions import code_digest, package_versions
@@ -41,7 +43,8 @@ TRY_S, TRIES_S = 0.1, 2.0  # a try covers the 0.1 s in which Linux counts a quot
 SLOW, ROUNDS = {"nccl": 1.1, "gloo": 1.5}, 3
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
-SAME = "make versions, variables, code and data the same everywhere"
+SAME = "make it the same everywhere"
+CODE = "the code of ddp_mnist"
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
 BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
 LINKS = "look at the links (ethtool, ibstat, nvidia-smi nvlink -s) and their use (NCCL_DEBUG=INFO)"
@@ -132,7 +135,7 @@ def same_everywhere(group: Group) -> list[CheckResult]:
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if must_equal(name)]
     mine = {
         **package_versions(),
-        "the code of ddp_mnist": code_digest(),
+        CODE: code_digest(),
         f"the data of {dataset}": images.digest[:16] if images else NOT_CACHED,
         "NCCL_ and GLOO_ variables": " ".join(given) or "none",
     }
@@ -147,9 +150,10 @@ def same_everywhere(group: Group) -> list[CheckResult]:
             ranks[theirs.get(what)].append(rank)
         text = "; ".join(f"{group.store.who(ranks[has])} has {has}" for has in ranks)
         if len(ranks.keys() - {NOT_CACHED}) > 1:
-            different.append(failed("same", f"{what}: {text}", SAME))
+            fix = f"{SAME}: copy {Path(ddp_mnist.__file__).parent}" if what == CODE else SAME
+            different.append(failed("same", f"{what}: {text}", fix))
         elif len(ranks) > 1:
-            fix = "run ddp-mnist prepare on each machine"
+            fix = f"run ddp-mnist prepare --dataset {quoted(dataset)} on each machine"
             different.append(warned("same data", f"{what}: {text}", fix))
     equal = f"versions, code and data of {count(group.size, 'process')} are equal"
     return different or [passed("same", equal)]
@@ -317,7 +321,7 @@ def burn_in(group: Group) -> list[CheckResult]:
         results += faulty_devices(group)
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-    text = f"{count(len(speed), 'round')} in {group.options.minutes:g} minutes, {early:,.0f}"
+    text = f"{count(len(speed), 'round')} in {group.options.minutes:g} min, {early:,.0f}"
     text += f" images/s at first and {late:,.0f} at last"
     if wrong := [result for result in results if result.status != PASS]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
