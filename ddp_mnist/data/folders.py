@@ -78,7 +78,7 @@ def find_images(typed: str, folder: str, paths: list[Path]) -> tuple[list[Path],
     """Return the images among `paths_in` a folder, and notes on those that are not on this disk
     and on files with other endings, if any.
 
-    Texts and tables are not worth a note. Raise DataError for a link to a folder or to nothing.
+    Texts and tables are worth no note here. Raise DataError for a link to a folder or to nothing.
     """
     endings = image_endings()
     images, away, odd = list[Path](), list[Path](), Counter[str]()
@@ -146,14 +146,13 @@ def list_folder(
     splits, more = choose_splits(found, typed, options)
     if not labels:
         class_folders, fault = find_class_folders(splits, in_splits, options.class_folder)
+        tables = other_tables(folder, paths)
         if fault:
             task = ["if that has numbers to learn, give --task MODULE:CLASS"] * bool(unused)
-            told = [f"{typed}: {fault}", *unused, *other_tables(folder, paths), *task]
-            raise DataError("; ".join(told))
+            raise DataError("; ".join([f"{typed}: {fault}", *unused, *tables, *task]))
         labels = {image: place.name for image, place in class_folders.items()}
         places = {*class_folders.values()}
-        unused += [*empty_classes(folder, paths, places, images), *like_splits(places)]
-        unused += other_tables(folder, paths)
+        unused += [*empty_classes(folder, paths, places, images), *like_splits(places), *tables]
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
     if options.columns:

@@ -217,12 +217,8 @@ def read_metadata(
 def unused_columns(file: Path, table: Table, wanted: dict[str, str | None]) -> list[str]:
     """Return a note on columns that say the same of several images, and perhaps name groups."""
     known = {*wanted.values(), *(table.column("", name) for name in ("split", COLUMN))}
-    rows = [row for _, row in table.rows]
-    repeat = [
-        name
-        for name in table.columns
-        if name not in known and 1 < len({str(row.get(name)) for row in rows}) < len(rows)
-    ]
+    cells = {name: {str(row.get(name)) for _, row in table.rows} for name in table.columns}
+    repeat = [n for n, x in cells.items() if n not in known and 1 < len(x) < len(table.rows)]
     if not repeat or table.column("", COLUMN):
         return []
     fix = f"if one tells which images belong together, call it {COLUMN}"

@@ -68,7 +68,8 @@ def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:
     """Return the exit codes of the processes, which have torch loaded, and what they print."""
     typed = COMMAND.fullmatch(line)
     assert typed, line
-    argv = shlex.split(typed["file"] or typed["verb"], comments=True)
+    command, _, to_file = (typed["file"] or typed["verb"]).partition(" > ")
+    argv = shlex.split(command, comments=True)
     if argv[0] == "train" and "--epochs" not in argv and not shown:
         argv += ["--epochs", "1"]
     if argv[0] == "train" and "patches" in argv and "--model" not in argv:
@@ -84,7 +85,10 @@ def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:
         size = int(typed["size"] or 1)
         is_file = bool(typed["file"])
         outcomes = run_world(size, run_here, argv, is_file, folder=folder, variables=alone)
-    return [code for code, _ in outcomes], "".join(printed for _, printed in outcomes)
+    printed = "".join(each for _, each in outcomes)
+    if to_file:
+        (folder / to_file).write_text(printed)
+    return [code for code, _ in outcomes], printed
 
 
 def as_compared(text: str) -> str:
