@@ -99,14 +99,16 @@ class Heartbeat(threading.Thread):
 
     def beat(self, periodic: bool = False) -> None:
         """Show that this rank is alive, where it is, and for how many beats it has waited there."""
-        number, waited, _ = self.last
+        number, waited, before = self.last
         frames, cpu_s = frames_of(self.thread), time.process_time()
+        at = place(frames)
         if periodic:
             done = self.mains.steps, self.mains.sync_points
-            is_idle = cpu_s - self.cpu_s < IDLE * self.every_s and done == self.did
+            is_same = done == self.did and (at == before or not waited)
+            is_idle = is_same and cpu_s - self.cpu_s < IDLE * self.every_s
             waited = waited + 1 if is_idle and calls_others(frames) else 0
             self.did, self.cpu_s = done, cpu_s
-        self.last = Beat(number + 1, waited, place(frames))
+        self.last = Beat(number + 1, waited, at)
         self.store.set(beat_key(self.store.rank), self.last)
 
     def reports(self) -> bool:

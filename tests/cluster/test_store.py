@@ -175,6 +175,19 @@ def test_a_rank_that_trains_is_not_one_that_waits(monkeypatch: pytest.MonkeyPatc
     assert waited == [1, 2, 0, 1, 0]
 
 
+def test_a_wait_at_another_place_is_another_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the test, and right after it for rank 0, which writes the model."""
+    monkeypatch.setattr("ddp_mnist.cluster.heartbeat.calls_others", lambda _: True)
+    monkeypatch.setattr("ddp_mnist.cluster.heartbeat.IDLE", math.inf)
+    heart, places = Heartbeat(stores(1)[0], 300), iter(["a", "a", "b", "b", "b"])
+    monkeypatch.setattr("ddp_mnist.cluster.heartbeat.place", lambda _: next(places))
+    waited = []
+    for _ in range(5):
+        heart.beat(periodic=True)
+        waited.append(heart.last.waited)
+    assert waited == [1, 2, 0, 1, 2]
+
+
 def test_rank_0_does_not_wait_for_lost_ranks_to_leave() -> None:
     zero, _ = stores(2)
     zero.lost = [1]
