@@ -111,9 +111,9 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     own_module("card_length", LENGTH, tmp_path, monkeypatch)
     kinds, length = Classification(KINDS), find_task("card_length:Length")([20.0], [4.0])
     grey = untrained(run, "torchvision:resnet18", GREY, kinds, tmp_path / "grey")
-    deep = untrained(run, "cnn_deep", COLOUR, kinds, tmp_path / "deep")
+    deep = untrained(run, "cnn", COLOUR, kinds, tmp_path / "deep")
     numbers = untrained(run, "torchvision:resnet18", COLOUR, length, tmp_path / "numbers")
-    whole = untrained(run, "cnn_deep", replace(GREY, fit="pad"), kinds, tmp_path / "whole")
+    whole = untrained(run, "mlp", replace(GREY, fit="pad"), kinds, tmp_path / "whole")
     formats = {run: "safetensors,onnx", grey: "safetensors", deep: "onnx", numbers: "safetensors"}
     formats[whole] = "onnx"
     for each, names in formats.items():
