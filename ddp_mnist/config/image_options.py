@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from ddp_mnist.errors import UsageError, blame
 
-MOST_FOLDS = 100
+MOST_FOLDS, FITS = 100, ("crop", "pad")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ImageOptions:
     # The share of images, or their number, to hold out if there is no test split; None: a fifth,
     # 0: none, as all are for the test.
     test_size: float | None = None
-    fit: str = "crop"  # or pad: how an image of another ratio gets its size
+    fit: str = FITS[0]  # how an image of another ratio gets its size
     fold: tuple[int, int] | None = None  # K and N: without a test split, fold K of N is the test
     group: str | None = None  # a pattern: images in whose path it finds the same are a group
     class_folder: str = "last"  # or first: which of an image's folders is that of its class

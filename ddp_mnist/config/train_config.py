@@ -17,7 +17,7 @@ from ddp_mnist.config.flag_fields import (
     not_kept,
     typed_flag,
 )
-from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.image_options import FITS, ImageOptions
 from ddp_mnist.config.mistakes import MISTAKES
 from ddp_mnist.config.recipe import PRESETS, Recipe
 from ddp_mnist.errors import UsageError
@@ -40,7 +40,7 @@ class RunFlags(Flags):
     fit: str = flag(
         "crop",
         "Cut images of another ratio to their middle, or pad them with grey and keep them whole.",
-        choices=("crop", "pad"),
+        choices=FITS,
     )
     class_folder: str = flag(
         "last",

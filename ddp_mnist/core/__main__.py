@@ -79,6 +79,7 @@ def make_task(rows: Rows, device: torch.device) -> Task:
 
 
 def make_recipe(rows: Rows, arguments: argparse.Namespace) -> Recipe:
+    """Return how the net is trained; recipe.py has what else it may say. Rows must fill a batch."""
     return Recipe(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,

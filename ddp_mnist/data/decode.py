@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from ddp_mnist.errors import DataError
 from ddp_mnist.system.files import regular
 
 PAPER = "#7f7f7f"  # grey, 127 of 255, around an image that is padded
+FIT_BY: dict[str, Callable[..., PIL.Image.Image]]
+FIT_BY = {"crop": PIL.ImageOps.fit, "pad": functools.partial(PIL.ImageOps.pad, color=PAPER)}
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TRANSPARENT = "an alpha channel and were laid on white, or on black if only white is visible"
@@ -130,11 +132,8 @@ def in_shape(image: PIL.Image.Image, shape: Shape, fit: str = "crop") -> np.ndar
     """Return an image that is `as_seen` as uint8 [C, H, W], in another size if necessary."""
     channels, height, width = shape
     image = in_mode(image, "L" if channels == 1 else "RGB")
-    if image.size != (width, height) and fit == "pad":
-        how = PIL.Image.Resampling.BILINEAR
-        image = PIL.ImageOps.pad(image, (width, height), how, color=PAPER)
-    elif image.size != (width, height):
-        image = PIL.ImageOps.fit(image, (width, height), PIL.Image.Resampling.BILINEAR)
+    if image.size != (width, height):
+        image = FIT_BY[fit](image, (width, height), PIL.Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 

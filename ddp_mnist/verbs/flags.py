@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ddp_mnist.config.flag_fields import Flags, argument, flag
+from ddp_mnist.config.image_options import FITS
 from ddp_mnist.config.mistakes import MISTAKES
 
 RUN = "Run folder, e.g. runs/latest."
@@ -94,7 +95,7 @@ class Prepare(Flags):
     dataset: str = flag("mnist", "Data set, as for train.")
     image_size: str | None = flag(None, "Size, as for train, which takes photos at 160 [as it is].")
     grey: bool = flag(False, "Convert colour images to grey.")
-    fit: str = flag("crop", "Cut or pad images, as for train.", choices=("crop", "pad"))
+    fit: str = flag("crop", "Cut or pad images, as for train.", choices=FITS)
     class_folder: str = flag("last", "That of classes, as for train.", choices=("last", "first"))
     task: str | None = flag(None, "Your own task, as for train [classes].")
     cache_dir: str | None = flag(None, CACHE_DIR)
