@@ -292,10 +292,10 @@ def _groups_of(
     The flag beats a column, which may have its name for another reason. Raise UsageError if it
     finds nothing, unless these are images to evaluate a run on.
     """
-    groups, notes, files = found["groups"], found["notes"], list[str]()
+    groups, files = found["groups"], list[str]()
     if options.group:
         if (groups != NONE).any():
-            notes.append("column group is not used, as --group says what belongs together")
+            found["notes"].append("column group is not used, as --group says what belongs together")
         files = files_in(found["files"])
         names = named_by(options.group, files)
         groups, found["group_names"] = keys_of(names), sorted({*names} - {""})
@@ -313,7 +313,7 @@ def _groups_of(
     if (alone := np.flatnonzero(is_read & (groups == NONE))).size:
         first = (files or files_in(found["files"]))[alone[0]]
         those = f"{len(alone):,} of {is_read.sum():,} images have no group, and are one each"
-        notes.append(f"{those}{as_file(first)}")
+        found["caveats"].append(f"{those}{as_file(first)}: name it where others show the same")
     return groups
 
 

@@ -93,7 +93,7 @@ def why_unread(name: str, start: bytes) -> str:
     is_heif = name.lower().endswith(HEIF) or start[4:12] in HEIF_STARTS
     if is_heif and not reads_heif():
         return "of a format that needs: pip install pillow-heif"
-    return "of no format that is read here: save it as PNG"
+    return "damaged, or of no format that is read here: save it as PNG"
 
 
 @contextlib.contextmanager

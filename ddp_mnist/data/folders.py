@@ -162,9 +162,12 @@ def list_folder(
         targets, classes = number_labels(of_split, typed, "label")
     left_out += hidden_images(folder, labels)
     if left_out:
-        why = ", which no metadata file has" * bool(described and left_out[0] not in described)
         those = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out, as"
-        unused.append(f"{those} {shown_file(str(left_out[0]), folder)}{why}")
+        those += f" {shown_file(str(left_out[0]), folder)}"
+        if described and left_out[0] not in described:
+            careful.append(f"{those}, which no metadata file has: add rows for them")
+        else:
+            unused.append(those)
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
     column = "file_name" if described else ""

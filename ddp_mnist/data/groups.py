@@ -23,10 +23,10 @@ MOST = 0.1  # of all images
 def name_in(cell: Any) -> str:
     """Return the name of a group in a cell; "" if that is empty, or not a number.
 
-    It is 1 for 1.0, as whole numbers are written if a cell of their column is empty.
+    It is 1 for 1.0 and 1,0, as whole numbers are written if a cell of their column is empty.
     """
     name = "" if cell is None or cell != cell else composed(str(cell).strip())
-    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", name)
+    return re.sub(r"^(-?[0-9]+)[.,]0$", r"\1", name)
 
 
 def composed(text: str) -> str:

@@ -234,11 +234,12 @@ def number_labels(
 
 
 def read_alike(kind: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence on names of classes or groups that people read as one."""
-    for _, alike in itertools.groupby(sorted(names, key=as_read), key=as_read):
-        if len(several := [*alike]) > 1:
-            shown = joined(map(repr, several), 80)
-            yield f"{kind} {shown} are read as one name: give all their images the same"
+    """Yield a sentence on names of classes or groups that people read as one, if there are any."""
+    by_look = itertools.groupby(sorted(names, key=as_read), key=as_read)
+    if several := [each for _, alike in by_look if len(each := [*alike]) > 1]:
+        shown = ", ".join(first_of([" and ".join(map(repr, each)) for each in several], 3))
+        few = f" ({len(several):,} such names)" * (len(several) > 1)
+        yield f"{kind} {shown} look alike and are kept apart{few}: write each in one way"
 
 
 def as_read(name: str) -> str:

@@ -41,7 +41,7 @@ JPEG = encoded(picture((200, 120)), "JPEG")
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 BROKEN = {"empty": b"", "a text": b"no image", "cut short": JPEG[: len(JPEG) // 2]}
 FLOATS = encoded(PIL.Image.new("F", (20, 12)), "TIFF")
-UNKNOWN = "(of no format that is read here: save it as PNG)"
+UNKNOWN = "(damaged, or of no format that is read here: save it as PNG)"
 TRUNCATED = "(image file is truncated (N bytes not processed))"
 
 
@@ -168,10 +168,9 @@ def test_classes_whose_names_are_read_alike_are_told(tmp_path: Path) -> None:
     found = load(own)
     assert len(found.classes) == 8
     alike = [line for line in found.caveats if line.startswith("classes")]
-    assert alike == [
-        "classes '1', '1.0' are read as one name: give all their images the same",
-        "classes 'Cat ', 'cat', 'ca\\u200bt' are read as one name: give all their images the same",
-    ]
+    both = "'1' and '1.0', 'Cat ' and 'cat' and 'ca\\u200bt'"
+    kept = "look alike and are kept apart (2 such names): write each in one way"
+    assert alike == [f"classes {both} {kept}"]
 
 
 @pytest.mark.parametrize("kind", [pa.list_(cells_of([]).type), pa.list_(pa.uint8())])

@@ -74,9 +74,8 @@ def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Pa
     write_metadata(own / "train", [("a0.png", "a"), ("b0.png", "b"), ("a1.png", "a")])
     found = load(own)
     assert sizes(found) == (3, 8)
-    assert found.image_format.notes == [
-        "5 of 16 images were left out, as train/a2.png, which no metadata file has"
-    ]
+    said = "5 of 16 images were left out, as train/a2.png, which no metadata file has: add rows"
+    assert found.caveats[0].startswith(said)
 
 
 def test_the_path_is_asked_for_where_a_table_has_names_alone(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_group_validates_however_a_set_with_a_test_grows(tmp_path: Path) -> No
 def test_groups_whose_names_are_read_alike_are_told(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *NAMES, "a/a7_1.png", "b/A7_2.png")
     found = load(own, ImageOptions(group="[Aa][0-9]+"))
-    said = "groups 'A7', 'a7' are read as one name: give all their images the same"
+    said = "groups 'A7' and 'a7' look alike and are kept apart: write each in one way"
     assert said in found.caveats
 
 
@@ -169,18 +169,16 @@ def test_a_pattern_that_finds_cameras_in_place_of_animals_is_seen(tmp_path: Path
 def test_images_without_a_group_are_counted_and_a_flag_beats_the_column(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *NAMES, "a/x.png", "b/y.png")
     images = load(own, BY_NAME)
-    assert (
-        "2 of 122 images have no group, and are one each, as a/x.png" in images.image_format.notes
-    )
+    said = "{} of 122 images have no group, and are one each, as a/x.png: name it where others"
+    assert any(each.startswith(said.format(2)) for each in images.caveats)
     rows = [(name, name[0], "same") for name in NAMES[:-1]] + [(NAMES[-1], "b", " ")]
     write_metadata(
         own, [*rows, ("a/x.png", "a", ""), ("b/y.png", "b", "")], "file_name label group"
     )
-    [_, alone] = load(own).image_format.notes
-    assert alone == "3 of 122 images have no group, and are one each, as a/x.png"
-    said = load(own, BY_NAME).image_format.notes
-    assert "column group is not used, as --group says what belongs together" in said
-    assert "of 42 groups" in said[0]
+    assert any(each.startswith(said.format(3)) for each in load(own).caveats)
+    notes = load(own, BY_NAME).image_format.notes
+    assert "column group is not used, as --group says what belongs together" in notes
+    assert "of 42 groups" in notes[0]
 
 
 def test_groups_on_both_sides_of_given_splits_are_told(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Tags(Task):
     columns = ("length", "winged")
 """
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-UNREADABLE = "of no format that is read here: save it as PNG"
+UNREADABLE = "damaged, or of no format that is read here: save it as PNG"
 
 
 @pytest.fixture(scope="module")

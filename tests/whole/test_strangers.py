@@ -18,7 +18,7 @@ from tests.data_sets import POSTSCRIPT, fake_ghostscript, flat, read, write_nois
 from tests.hub import Hub
 from tests.run_checks import rewrite_config
 
-UNKNOWN = "of no format that is read here: save it as PNG"
+UNKNOWN = "damaged, or of no format that is read here: save it as PNG"
 NOT_READ = (  # how they begin
     POSTSCRIPT,
     b"\xc5\xd0\xd3\xc6" + bytes(40),
