@@ -119,8 +119,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
                 tell("".join(traceback.format_exception(error)).rstrip())
             tell(line := errors.one_line(failed))
             leave_for_the_launcher(line)
-        elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
-            tell(f"ended      {printable(str(failed))}")
+        elif is_first_here() and (os.environ.get("RANK", "0") != "0" or failed.where):
+            there = f"{failed.where}: " if failed.where else ""  # else perhaps on rank 0's machine
+            tell(f"ended      {printable(f'{there}{failed}')}")
     end_undisturbed()
     try:
         write_stdout()

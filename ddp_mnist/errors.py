@@ -26,6 +26,7 @@ class DdpMnistError(Exception):
     agreed = False  # whether the ranks have agreed that this one prints it
     blamed = False  # whether the words are a library's, see `blame`; its traceback is kept
     traceback_file = ""  # where that is, if it has been written
+    where = ""  # the rank that failed and its machine, if rank 0 raises it for another machine
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)

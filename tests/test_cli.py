@@ -242,6 +242,8 @@ def test_fault_66_files_in_the_working_folder_stand_in_for_no_library(tmp_path: 
 NO_RUN, NO = CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"), UsageError("--x: no")
 AGREED, ELSEWHERE = UsageError("--x: no"), FailedElsewhere("rank 0 says it", 7)
 AGREED.agreed = True
+THERE = FailedElsewhere("no data", 3)
+THERE.where = "rank 1 (b)"
 NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
 
 
@@ -253,6 +255,7 @@ NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
         ("", ELSEWHERE, 7, "", False),
         ("RANK=2 LOCAL_RANK=0", ELSEWHERE, 7, "ended      rank 0 says it\n", False),
         ("RANK=2 LOCAL_RANK=1", ELSEWHERE, 7, "", False),
+        ("RANK=0", THERE, 3, "ended      rank 1 (b): no data\n", False),
         ("", KeyboardInterrupt(), 130, "ddp-mnist: error: interrupted (code 130)\n", False),
         # what all ranks meet is told by local rank 0 first
         ("LOCAL_RANK=0", NO, 2, NO_LINE, False),

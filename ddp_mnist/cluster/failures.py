@@ -27,7 +27,7 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
     message = str(error) or type(error).__name__
     failure = store.report_failure(message, exit_code(error))
     if failure and failure["rank"] != store.rank:
-        return FailedElsewhere(failure["message"], failure["code"])
+        return store.elsewhere(failure)
     if failure:  # this rank's own heartbeat has reported it
         error = PeerError(failure["message"])
     error.agreed = True  # type: ignore[attr-defined]

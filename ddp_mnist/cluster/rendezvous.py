@@ -207,7 +207,7 @@ class Round:
             return
         came = f"{store.world_size - len(missing)} of {store.world_size} {plural} came"
         lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
-        fix = self._fix("start them, or check that they use this address")
+        fix = self._fix("start them, or check that they use this address, and each its own rank")
         raise PeerError(f"{self.where}: {came} within {self.timeout_s:g} s{lost}; {fix}")
 
     def _refuse_second(self) -> None:
@@ -258,7 +258,7 @@ def first_difference(everyone: list[dict[str, Any]]) -> str | None:
         if odd:
             return (
                 f"{key}: rank 0 has {ours.get(key)}, rank {listed(odd)} has"
-                f" {everyone[odd[0]].get(key)}; start every process with the same flags, data and"
-                " packages"
+                f" {everyone[odd[0]].get(key)}; start every process with the same flags, data,"
+                " code and packages"
             )
     return None

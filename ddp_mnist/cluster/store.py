@@ -95,7 +95,7 @@ class RankInfo(NamedTuple):
 class Store:
     """The key-value store that all ranks share.
 
-    What a call costs does not depend on the number of ranks. All ranks pass the same sync
+    What a rank calls does not depend on the number of ranks. All ranks pass the same sync
     points (barriers and broadcasts) in the same order, and count them, so each knows the key of the
     next:
 
@@ -104,7 +104,8 @@ class Store:
         arrived/N          the ranks that have arrived at barrier N
         value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
-    A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
+    A wait is one call, unless it takes minutes: a rank that fails writes FAILED where others wait.
+    A call that was interrupted is made again, so none may count otherwise when made twice.
     Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 
@@ -200,7 +201,8 @@ class Store:
 
     def is_first_here(self, key: str) -> bool:
         """Return whether this rank is the first of its machine to ask with this key."""
-        return self.call("add", f"first/{host_id()}/{key}", 1) == 1
+        place, mine = f"first/{host_id()}/{key}", str(self.rank)
+        return self.call("compare_set", place, "", mine) == mine.encode()  # also if asked again
 
     def add_rank(self, key: str) -> None:
         """Append this rank to the ranks at `key`."""
@@ -298,13 +300,13 @@ class Store:
             if self.heartbeat:
                 self.set(wake_key(self.rank), 1)
                 self.heartbeat.join(1.0)  # a dead connection may hold it
-            self.call("add", "left", 1)
-            if self.rank == 0:
-                leaving, pause_s = self.world_size - len(self.lost), 0.01
-                deadline = time.monotonic() + LEAVING_S
-                while self.call("add", "left", 0) < leaving and time.monotonic() < deadline:
-                    time.sleep(pause_s)
-                    pause_s *= 2
+            self.add_rank("left")
+            deadline, pause_s = time.monotonic() + LEAVING_S, 0.01
+            while self.rank == 0 and {*self.missing_ranks("left")} - {*self.lost}:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(pause_s)
+                pause_s *= 2
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Record this rank's error as the run's. Return None, or the one reported before it."""
@@ -350,7 +352,16 @@ class Store:
         if failure := self.failure():
             self.lost = failure["lost"]
             mine = failure["rank"] == self.rank  # as its heartbeat does when a rank is lost
-            raise (PeerError if mine else FailedElsewhere)(failure["message"], failure["code"])
+            raise (
+                PeerError(failure["message"], failure["code"]) if mine else self.elsewhere(failure)
+            )
+
+    def elsewhere(self, failure: dict[str, Any]) -> FailedElsewhere:
+        """Return the error of another rank; on rank 0 it names one of another machine."""
+        error = FailedElsewhere(failure["message"], failure["code"])
+        if self.hosts and self.hosts[failure["rank"]] != self.hosts[0]:
+            error.where = self.who([failure["rank"]])
+        return error
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
         """Return the error that names the lost ranks; `more` follows its advice."""

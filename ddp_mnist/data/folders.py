@@ -138,8 +138,7 @@ def list_folder(
         first, other = (shown_name(str(next(iter(x), "none"))) for x in (left_out, taken))
         few = f"{len(left_out):,} of {len(there):,} images are in no {kind}, as {first}"
         raise DataError(f"{typed}: {few}, but {other} is; {fix}")
-    by_split = {s: [image for image in taken if taken[image] == s] for s in SPLIT_WORDS}
-    found = {split: each for split, each in by_split.items() if each}
+    found = {s: each for s in SPLIT_WORDS if (each := [x for x in taken if taken[x] == s])}
     if undescribed := sorted({*split_of.values()} - found.keys()):
         fault = f"{typed}: no metadata file describes the images of {undescribed[0]}"
         raise DataError(f"{fault}; add one, or move the others elsewhere if folders are classes")
@@ -163,11 +162,9 @@ def list_folder(
     left_out += hidden_images(folder, labels)
     if left_out:
         those = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out, as"
-        those += f" {shown_file(str(left_out[0]), folder)}"
-        if described and left_out[0] not in described:
-            careful.append(f"{those}, which no metadata file has: add rows for them")
-        else:
-            unused.append(those)
+        has_no_row = bool(described and left_out[0] not in described)
+        why = ", which no metadata file has: add rows for them" * has_no_row
+        (careful if why else unused).append(f"{those} {shown_file(str(left_out[0]), folder)}{why}")
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
     column = "file_name" if described else ""

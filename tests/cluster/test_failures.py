@@ -133,6 +133,11 @@ def test_the_first_failure_counts_and_its_rank_tells(
         one.raise_if_failed()  # its own, as its heartbeat reports it
     late = first_cause(zero, ValueError("what followed"))
     assert isinstance(late, FailedElsewhere)
+    assert late.where == ""
+    for zero.hosts, where in ((["a", "a", "b"], ""), (["a", "b", "b"], "rank 1 (b)")):
+        with pytest.raises(FailedElsewhere) as raised:
+            zero.raise_if_failed()
+        assert raised.value.where == where
     assert (str(late), late.code, late.agreed) == (message, code, False)
     assert first_cause(two, late) is late
     assert isinstance(first_cause(zero, KeyboardInterrupt()), FailedElsewhere)

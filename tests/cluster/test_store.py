@@ -188,6 +188,27 @@ def test_a_wait_at_another_place_is_another_wait(monkeypatch: pytest.MonkeyPatch
     assert waited == [1, 2, 0, 1, 2]
 
 
+def test_a_call_whose_answer_was_lost_counts_once() -> None:
+    """The connection breaks after the server did what it was asked for."""
+
+    class Flaky(dist.HashStore):
+        is_broken = False
+
+        def clone(self) -> dist.HashStore:
+            return self
+
+        def compare_set(self, *args: str) -> bytes:
+            found = super().compare_set(*args)
+            self.is_broken = not self.is_broken
+            if self.is_broken:
+                raise RuntimeError("Connection reset by peer")
+            return found
+
+    store = Store(Flaky(), 0, 1, reconnects=True)
+    assert store.is_first_here("cache")
+    assert store.is_first_here("cache")  # as this rank was
+
+
 def test_rank_0_does_not_wait_for_lost_ranks_to_leave() -> None:
     zero, _ = stores(2)
     zero.lost = [1]
@@ -232,7 +253,7 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
         return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
 
     results = each_of(4, lambda store: check_same(store, facts(store.rank)))
-    advice = "start every process with the same flags, data and packages"
+    advice = "start every process with the same flags, data, code and packages"
     expected = f"torch: rank 0 has 2.15, rank 1, 3 has 2.14; {advice}"
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
 

@@ -90,7 +90,11 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     (FULL_DISK, machine.folders, "FAIL runs: .* 10 MB free, needs 50 -> .*--run-dir"),
     ({}, machine.folders, r"FAIL cache: .* cannot be written \(Not a dir.* -> .*--cache-dir"),
     ({}, machine.folders, r"FAIL runs: .* cannot be written \(Not a dir.* -> .*--run-dir"),
-    (NO_HUB, machine.data_set, r"WARN data: .*Hub cannot .* \(no route to .* -> set HF_ENDPOINT"),
+    (
+        NO_HUB,
+        machine.data_set,
+        r"WARN data: .*Hub is out of .* \(no route to .* -> set HF_ENDPOINT",
+    ),
     (TAKEN, machine.network, r"WARN main port: 12345 cannot .* \(Add.* -> .*MAIN_PROCESS_PORT"),
     (NO_SUCH, machine.network, "FAIL .* there is no interface ib9 -> unset"),
 ]

@@ -112,7 +112,9 @@ def check_group(world: World, options: Doctor, machines: bool) -> Iterator[Check
             why = reason(first_cause(store, as_expected(store, error)))
             failure = store.failure() if group.rank == 0 else None
             text = f"{store.who([failure['rank']])}: {why}" if failure else why
-            yield failed(name, text, "see what the other machines say, then the network")
+            told = CheckResult.from_error(name, DdpMnistError(text))
+            fix = told.fix or "see what the other machines say, then the network"
+            yield failed(name, told.text, fix)
             raise CheckFailed(why) from error
 
 

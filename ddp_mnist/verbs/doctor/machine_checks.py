@@ -157,8 +157,8 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
         elif source.kind != "hub":
             yield passed("data", f"{name} is on this machine")
         elif why := tables.why_out_of_reach(source.place):
-            text = f"{name} is not in the cache, and the Hub cannot be reached ({why})"
-            yield warned("data", text, tables.OFFLINE_FIX)
+            text = f"{options.dataset}: no folder or cache of it here, and the Hub is out of reach"
+            yield warned("data", f"{text} ({why})", tables.OFFLINE_FIX)
         else:
             yield passed("data", f"{name} can be fetched from the Hub")
     except DdpMnistError as error:
