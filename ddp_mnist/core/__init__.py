@@ -8,7 +8,7 @@ for bit; each row of a test counts once:
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m ddp_mnist.core
     torchrun --nproc-per-node 2 -m ddp_mnist.core --resume
 
-One epoch takes some ten seconds on two cores and reaches 99 %. Nothing here imports the rest of the
+One epoch takes some 15 s on two cores and reaches 99 %. Nothing here imports the rest of the
 package, so a copy is a trainer of your own:
 
     cp -r ddp_mnist/core my_trainer

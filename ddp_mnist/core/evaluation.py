@@ -30,7 +30,7 @@ class EvalResult:
 
     name: str  # of the score
     score: float  # mean over the rows: of classes the accuracy, the share of them that is right
-    loss: float  # mean over the rows: of cross-entropy without label smoothing, in nats
+    loss: float  # mean over the rows, as `Task.loss` gives it for each
     count: int  # rows, each counted once
     # More scores by name; None for one that these images leave undefined.
     scores: dict[str, float | None] = field(default_factory=dict)

@@ -12,7 +12,7 @@ SPLITS, CPU = ("train", "validation", "test"), torch.device("cpu")
 def rows_of_splits(data: ImageData, device: torch.device = CPU) -> tuple[Rows, Rows, Rows]:
     """Return the rows to train on, to validate on and to test on.
 
-    On a GPU the images (55 MB for MNIST) are copied there if they fit into half of its memory.
+    On a GPU the images (55 MB for MNIST) are copied there if they fit into half of what is free.
     Otherwise they stay mapped from the disk, and batches are sent one by one.
     """
     images, targets = torch.from_numpy(data.images), torch.from_numpy(data.targets)

@@ -176,6 +176,7 @@ def of_timm(net: str, typed: str) -> Published:
     if isinstance(made.classifier, tuple):  # as of distilled ones
         fault = f"timm:{net} has several last layers, {' and '.join(made.classifier)}"
         raise UsageError(f"--weights {typed}: {fault}; name a net with one")
+    folder = f"models--{made.hf_hub_id}".replace("/", "--")
     return Published(
         title=f"timm:{made.architecture}.{made.tag}",
         side=made.input_size[1],
@@ -185,6 +186,7 @@ def of_timm(net: str, typed: str) -> Published:
         classes=[],
         url=f"https://huggingface.co/{made.hf_hub_id}",
         place=HF_HUB_CACHE,
-        fix=f"bring {made.hf_hub_id} there, or set HF_ENDPOINT to a mirror of the Hub",
+        fix=f"bring its folder {folder} there from a machine that has fetched it, or set"
+        " HF_ENDPOINT to a mirror of the Hub",
         fetch=lambda: timm.create_model(net, pretrained=True).state_dict(),
     )

@@ -44,8 +44,8 @@ STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """A run's files, and in status.json how the run ended, whatever ended it.
 
-    It has no path until `create` or `open` sets one, which only rank 0 does; without a path every
-    method does nothing. As a context manager it frees the folder at the end.
+    It has no path until `create` or `open` sets one, which only rank 0 does; without a path no
+    method writes a file. As a context manager it frees the folder at the end.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
 """`fit` as it is given to others: plain arguments, and whatever prepares the net for many ranks."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +77,7 @@ def hinge(logits: Tensor, labels: Tensor) -> Tensor:
     return F.multi_margin_loss(logits, labels, reduction="none")
 
 
-def train(model: str, own: bool, plainly: bool) -> Any:
+def train(model: str, own: bool, plainly: bool, epochs: int = 1) -> Any:
     """Train on the digits in float64; with `own`, by a loss of one's own and rare classes up."""
     torch.set_num_threads(1)
     accelerator = make_accelerator(cpu=True, mixed_precision="no")
@@ -84,7 +86,7 @@ def train(model: str, own: bool, plainly: bool) -> Any:
     rows = rows_of_splits(cache.load("digits").hold_out(287))
     names, weights = [*"0123456789"], balanced(rows[0].targets[rows[0].rows])
     task = Classification(names, hinge, weights=weights) if own else Classification(names)
-    recipe = fit_recipe(optimizer="adamw", augment="strokes" if own else "", lr=1e-2)
+    recipe = fit_recipe(optimizer="adamw", augment="strokes" if own else "", lr=1e-2, epochs=epochs)
 
     def make_net() -> Normalised:
         return Normalised(MODELS[model](10, MNIST).double(), [0.13], [0.31])
@@ -144,3 +146,38 @@ def test_every_epoch_is_augmented_anew_and_every_step_clipped(
         accelerator.free_memory()
     assert epochs == [0, 1]
     assert norms == [pytest.approx(1e-3, rel=1e-3)] * 30
+
+
+def test_what_a_validation_takes_is_not_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs, and after the first a validation of 100 s by the clock."""
+    clock, seconds = [0.0], list[float]()
+
+    class Slow(Silent):
+        def log_epoch(self, state: State, *_: Any) -> None:
+            clock[0] += 100
+            seconds.append(state.progress.train_seconds)
+
+    monkeypatch.setattr("ddp_mnist.core.meter.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys.modules[__name__], "Silent", Slow)
+    train("mlp", own=False, plainly=False, epochs=2)
+    assert seconds == [0.0, 0.0]
+
+
+def test_a_checkpoint_that_is_not_written_to_its_end_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator: Any = SimpleNamespace(is_main_process=True)
+    run = Run(accelerator, fit_recipe(), 0, tmp_path / "checkpoint.pt", resume=False)
+    state: Any = SimpleNamespace(content=lambda _: {"step": 1})
+    run.save(state)
+    first = run.file.read_bytes()
+
+    def fills_the_disk(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:10])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_bytes", fills_the_disk)
+    with pytest.raises(OSError, match="disk full"):
+        run.save(state)
+    assert run.file.read_bytes() == first

@@ -59,7 +59,7 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     assert made.sync([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
     assert progress.in_epoch == Sums(loss=4.5, score=10.0, seen=12.0, seconds=0.5)
     clock.now += 5.0
-    made.restart_clock()  # a checkpoint was written
+    made.mark_saved()  # which took 5 s that are not the training's
     see(made, 1.0, [0])
     clock.now += 0.25
     made.sync([0.0])

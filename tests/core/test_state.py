@@ -59,6 +59,13 @@ def test_the_best_validation_is_the_first_of_the_highest(patience: int | None) -
     for loss in (0.5, 0.4, 0.6):
         state.end_epoch(fit_recipe(patience=patience), validated(0.9, loss))
     assert (progress.best_score, progress.best_epoch, progress.best_loss) == (0.9, 7, 0.4)
+    # the test gets a copy: a signal during it saves the last weights
+    state.net.load_state_dict({"weight": torch.tensor([[8.0]])})
+    tested: Any = state.with_best_weights(state.net)
+    assert (tested.weight, state.net.state_dict()["weight"]) == (5 if patience else 8, 8)
+    # one that is infinite is no better
+    state.end_epoch(fit_recipe(patience=patience), validated(math.inf))
+    assert (progress.best_score, progress.best_epoch) == (0.9, 7)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.hub import Answer, Hub, commit_of
 
 COMMIT = commit_of("main")
 NET, REPO = "timm:test_resnet", "timm/test_resnet.r160_in1k"
+FOLDER = "models--timm--test_resnet.r160_in1k"
 FROM = f"model      {NET}, seed 0, from timm:test_resnet.r160_in1k"
 FLAGS = f"--dataset photos --model {NET} --weights DEFAULT --epochs 1 --batch-size 4"
 FLAGS += " --val-size 1 --test-size 3"
@@ -102,9 +103,10 @@ def test_a_run_is_used_and_exported_without_timms_file(typed: Typed) -> None:
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
     line = f"ddp-mnist: error: --weights DEFAULT, for {cache}: "
     assert ended.code == 2 and ended.err.startswith(line)
-    assert f"; bring {REPO} there, or set HF_ENDPOINT to a mirror of the Hub;" in ended.err
+    fix = f"bring its folder {FOLDER} there from a machine that has fetched it, or set HF_ENDPOINT"
+    assert f"; {fix} to a mirror of the Hub;" in ended.err
 
-    place = cache / f"models--{REPO.replace('/', '--')}"
+    place = cache / FOLDER
     lay(place / "snapshots" / COMMIT / "model.safetensors")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(COMMIT)
