@@ -10,7 +10,7 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.system.console import coloured
 from ddp_mnist.system.text import escaped
-from ddp_mnist.training.versions import package_versions
+from ddp_mnist.training.versions import code_digest, git_commit, package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 INDENT = " " * 21  # of the text in a line
@@ -69,11 +69,13 @@ def failure_summary(what: str, results: Sequence[CheckResult]) -> str | None:
 
 
 def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:
-    """Return a JSON report: `head`, the date, the results under `key`, machine and versions."""
+    """Return a JSON report: `head`, the date, the results under `key`, machine and software."""
     return {
         **head,
         "date": date.today().isoformat(),
         key: [result._asdict() for result in results],
         "machine": {"host": platform.node(), **hardware.describe(), "gpus": hardware.gpus()},
         "versions": package_versions(),
+        "code": code_digest(),
+        "git": git_commit(),
     }

@@ -24,6 +24,7 @@ from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
+from ddp_mnist.training.versions import code_digest
 from ddp_mnist.verbs.check_result import FAIL, PASS, WARN, CheckResult
 from ddp_mnist.verbs.doctor import collectives
 from ddp_mnist.verbs.doctor import group_checks as group
@@ -389,6 +390,7 @@ def test_the_verb(doctor: Callable[..., Ended]) -> None:
     assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
     assert [entry["name"] for entry in verdict["findings"]] == ["speed", "clocks", "disk"]
     assert verdict["findings"][0]["figures"] == {"all-reduce, ms": 2.0}
+    assert verdict["code"] == code_digest()  # by which two machines' reports are compared
 
 
 def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
