@@ -218,13 +218,11 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str 
 def check_apart(net: Normalised, name: str, shape: Shape) -> None:
     """Raise UsageError if a net's outputs for an image depend on the others, as on a batch's mean.
 
-    Within a thousandth: kernels differ with the number of images.
+    Within a fiftieth of the largest: kernels for other numbers of images differ in bf16.
     """
     images = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
     together, *alone = (_logits(net.eval(), some, step=0) for some in (images, *images.split(1)))
-    if not torch.allclose(
-        together, torch.cat(alone), rtol=1e-3, atol=1e-3 * float(together.abs().max())
-    ):
+    if (together - torch.cat(alone)).abs().max() > 0.02 * together.abs().max():
         fault = "the outputs for an image depend on other images in its batch, or on chance"
         raise UsageError(f"--model {name}, in eval mode: {fault}; keep the images apart")
 
