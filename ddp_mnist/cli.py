@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             tell(line := errors.one_line(failed))
             leave_for_the_launcher(line)
         elif is_first_here() and (os.environ.get("RANK", "0") != "0" or failed.where):
-            there = f"{failed.where}: " if failed.where else ""  # else perhaps on rank 0's machine
+            there = f"{failed.where}: " if failed.where else ""
             tell(f"ended      {printable(f'{there}{failed}')}")
     end_undisturbed()
     try:

@@ -76,10 +76,14 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             why = reason(error).partition(" (while")[0]  # Python adds the address
             if getattr(error, "errno", None) in NO_WAY:
                 raise UsageError(f"{own}: not reached from here ({why}); {LO_IS_DOWN}") from None
-            fix = "stop the program that uses it, or give every process another port"
             if isinstance(error, TimeoutError | ConnectionRefusedError):  # it listens by now
-                fix = "a firewall keeps this machine from itself; let it pass loopback (lo)"
-            raise UsageError(f"port {port}: cannot be opened here ({why}); {fix}") from None
+                fix = "let the firewall accept this machine's own traffic (lo)"
+                fault = f"{own}:{port}: opened, but not reached from here ({why})"
+                raise UsageError(f"{fault}; {fix}") from None
+            raise UsageError(
+                f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
+                " give every process another port"
+            ) from None
     return SERVED[port]
 
 

@@ -207,7 +207,9 @@ class Round:
             return
         came = f"{store.world_size - len(missing)} of {store.world_size} {plural} came"
         lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
-        fix = self._fix("start them, or check that they use this address, and each its own rank")
+        fix = self._fix(
+            "start them, or check that they use this address and that each has its own rank"
+        )
         raise PeerError(f"{self.where}: {came} within {self.timeout_s:g} s{lost}; {fix}")
 
     def _refuse_second(self) -> None:

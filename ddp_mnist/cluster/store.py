@@ -95,7 +95,7 @@ class RankInfo(NamedTuple):
 class Store:
     """The key-value store that all ranks share.
 
-    What a rank calls does not depend on the number of ranks. All ranks pass the same sync
+    How many calls a rank makes does not depend on the number of ranks. All pass the same sync
     points (barriers and broadcasts) in the same order, and count them, so each knows the key of the
     next:
 
@@ -105,7 +105,7 @@ class Store:
         value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, unless it takes minutes: a rank that fails writes FAILED where others wait.
-    A call that was interrupted is made again, so none may count otherwise when made twice.
+    A call whose connection broke is made again, so each has the same effect if made twice.
     Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 

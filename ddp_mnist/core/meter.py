@@ -37,9 +37,8 @@ class Meter:
         self.task = task
         self.losses: list[Tensor] = []
         self.answers: list[tuple[Tensor, Tensor]] = []  # predictions and targets
-        self.gradient_norm: Tensor | None = (
-            None  # before clipping, of the last step that measured it
-        )
+        # Before clipping, of the last step that measured it
+        self.gradient_norm: Tensor | None = None
         self.waited_s = self.training_s = 0.0  # this rank's, since the last log line
         self.last_sync = self.last_save = progress.step
         self.next_sync_step = progress.step + 1  # the same on all ranks

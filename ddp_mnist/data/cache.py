@@ -41,7 +41,7 @@ from ddp_mnist.system.locks import take
 from ddp_mnist.system.text import escaped, joined, reason
 
 # Raise it if what is cached would be another; a cache of another one is built again.
-CACHE_FORMAT = 8
+CACHE_FORMAT = 9
 ABOUT = "about.json"  # everything but the arrays
 ARRAYS = ("images", "targets", "keys", "decoded_keys", "groups", "part", "sums")
 FILES = "files.json"  # the images' paths; large, and rarely read
@@ -312,8 +312,10 @@ def _groups_of(
         return None
     if (alone := np.flatnonzero(is_read & (groups == NONE))).size:
         first = (files or files_in(found["files"]))[alone[0]]
-        those = f"{len(alone):,} of {is_read.sum():,} images have no group, and are one each"
-        found["caveats"].append(f"{those}{as_file(first)}: name it where others show the same")
+        those = f"{len(alone):,} of {is_read.sum():,} images have no group, so each is drawn alone"
+        found["caveats"].append(
+            f"{those}{as_file(first)}: if others show the same thing, give them one group"
+        )
     return groups
 
 

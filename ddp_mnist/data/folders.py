@@ -151,7 +151,8 @@ def list_folder(
             raise DataError("; ".join([f"{typed}: {fault}", *unused, *tables, *task]))
         labels = {image: place.name for image, place in class_folders.items()}
         places = {*class_folders.values()}
-        unused += [*empty_classes(folder, paths, places, images), *like_splits(places), *tables]
+        unused += [*empty_classes(folder, paths, places, images), *like_splits(places)]
+        unused += [f"{table}, and was not used" for table in tables[:1]]
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
     if options.columns:
@@ -159,17 +160,24 @@ def list_folder(
         targets, careful = number_columns(each_column, typed, options.columns)
     else:
         targets, classes = number_labels(of_split, typed, "label")
-    left_out += hidden_images(folder, labels)
-    if left_out:
-        those = f"{len(left_out):,} of {len(taken) + len(left_out):,} images were left out, as"
-        has_no_row = bool(described and left_out[0] not in described)
-        why = ", which no metadata file has: add rows for them" * has_no_row
-        (careful if why else unused).append(f"{those} {shown_file(str(left_out[0]), folder)}{why}")
+    no_row = [image for image in left_out if described and image not in described]
+    careful += left_out_of(taken, no_row, folder, ", which no metadata file has: add rows for them")
+    rest = [x for x in (*left_out, *hidden_images(folder, labels)) if x not in no_row]
+    unused += left_out_of(taken, rest, folder)
     cells = {split: [str(Path(folder, file)) for file in each] for split, each in splits.items()}
     notes += unused + more
     column = "file_name" if described else ""
     groups = [described[image].group for each in splits.values() for image in each if described]
     return Listing(typed, cells, targets, classes, notes, column, folder, careful, groups)
+
+
+def left_out_of(
+    taken: Collection[Path], images: list[Path], folder: str, why: str = ""
+) -> Iterator[str]:
+    """Yield a sentence on images that were left out, if any, besides those that were taken."""
+    if images:
+        those = f"{len(images):,} of {len(taken) + len(images):,} images were left out, as"
+        yield f"{those} {shown_file(str(images[0]), folder)}{why}"
 
 
 def hidden_images(folder: str, taken: Collection[Path]) -> list[Path]:

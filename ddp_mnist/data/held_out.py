@@ -78,8 +78,8 @@ def validation_rows(
 ) -> np.ndarray:
     """Return the train images, in order, that are held out for validation.
 
-    There are `val_size`, or a few less, see `draw_exactly`; or, `by_share`, about as many, drawn as
-    the test split was.
+    There are `val_size`, or a few fewer, see `draw_exactly`; or, `by_share`, about as many, drawn
+    as the test split was.
     """
     if not val_size:
         return np.arange(0)

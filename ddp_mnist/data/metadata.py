@@ -191,7 +191,7 @@ def read_metadata(
                 notes.append(f"{file} has no {fault} and was not used")
                 continue
             names, targets = cells_of(table, at, wanted, columns)
-            notes += unused_columns(file, table, wanted)
+            notes += unused_columns(file, at, table, wanted)
             splits = cells_of_more(table, at, "split", columns, OF_A_SPLIT)
             groups = map(name_in, cells_of_more(table, at, COLUMN, columns))
             rows = map(Described, targets, map(split_in_cell, splits), groups)
@@ -214,15 +214,19 @@ def read_metadata(
     return found, notes
 
 
-def unused_columns(file: Path, table: Table, wanted: dict[str, str | None]) -> list[str]:
-    """Return a note on columns that say the same of several images, and perhaps name groups."""
-    known = {*wanted.values(), *(table.column("", name) for name in ("split", COLUMN))}
-    cells = {name: {str(row.get(name)) for _, row in table.rows} for name in table.columns}
-    repeat = [n for n, x in cells.items() if n not in known and 1 < len(x) < len(table.rows)]
-    if not repeat or table.column("", COLUMN):
+def unused_columns(file: Path, at: str, table: Table, wanted: dict[str, str | None]) -> list[str]:
+    """Return a note on columns that say the same of two images or more on average: groups perhaps.
+
+    None if there is a column of groups.
+    """
+    if table.column(at, COLUMN):
         return []
+    others = {*table.columns} - {*wanted.values(), table.column(at, "split")}
+    cells = {name: {str(row.get(name)) for _, row in table.rows} for name in others}
+    repeat = [n for n in table.columns if 1 < len(cells.get(n, ())) <= len(table.rows) / 2]
     fix = f"if one tells which images belong together, call it {COLUMN}"
-    return [f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"]
+    shown = f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"
+    return [shown] if repeat else []
 
 
 def cells_of_more(

@@ -139,7 +139,7 @@ def try_before_training(run: TrainingRun, console: Console) -> TrainingRun:
     if is_known(run.model):
         return run
     lost = trial.check_state(make, run.model, image_format.shape)
-    trial.check_apart(trial.made(make), run.model, image_format.shape)
+    trial.check_apart(net, run.model, image_format.shape)
     return replace(run, images=run.images.with_caveat(lost)) if lost else run
 
 

@@ -147,6 +147,16 @@ def test_loopback_is_kept_to_this_machine(
     assert [laddr.ip for laddr in found if laddr.port == port] == [listens]
 
 
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), ConnectionRefusedError("refused")])
+def test_a_firewall_in_front_of_this_machine_itself_is_named(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=error))
+    line = r"^127.0.0.1:\d+: opened, but not reached from here \(.*\); let the firewall accept"
+    with pytest.raises(UsageError, match=line):
+        main_port.serve_store("127.0.0.1", free_port(), 5)
+
+
 def test_a_loopback_that_is_down_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     down = OSError(errno.ENETUNREACH, "Network is unreachable")
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=down))

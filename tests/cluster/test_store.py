@@ -204,7 +204,15 @@ def test_a_call_whose_answer_was_lost_counts_once() -> None:
                 raise RuntimeError("Connection reset by peer")
             return found
 
-    store = Store(Flaky(), 0, 1, reconnects=True)
+        def append(self, *args: str) -> None:
+            super().append(*args)  # type: ignore[misc]
+            self.is_broken = not self.is_broken
+            if self.is_broken:
+                raise RuntimeError("Connection reset by peer")
+
+    store = Store(Flaky(), 0, 2, reconnects=True)
+    store.add_rank("left")
+    assert store.missing_ranks("left") == [1]
     assert store.is_first_here("cache")
     assert store.is_first_here("cache")  # as this rank was
 

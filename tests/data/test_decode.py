@@ -11,9 +11,9 @@ import PIL.ImageOps
 import pytest
 from PIL.ExifTags import Base
 
-from ddp_mnist.config.image_options import AS_THEY_ARE
+from ddp_mnist.config.image_options import AS_THEY_ARE, FITS
 from ddp_mnist.data import cache, decode_all
-from ddp_mnist.data.decode import decode_image, open_image, upright
+from ddp_mnist.data.decode import FIT_BY, decode_image, open_image, upright
 from ddp_mnist.data.image_format import DIGITS, ImageFormat, mean_and_std
 from ddp_mnist.data.listing import STORED_SPLITS, Listing
 from tests.data_sets import encoded, of
@@ -72,6 +72,7 @@ def test_what_the_decoder_does_has_not_changed() -> None:
 
 
 def test_a_padded_image_is_whole_in_the_middle_of_grey() -> None:
+    assert {*FIT_BY} == {*FITS}  # as flags have it
     values = np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8)
     image = PIL.Image.fromarray(values)
     small = np.asarray(image.resize((32, 16), PIL.Image.Resampling.BILINEAR)).transpose(2, 0, 1)

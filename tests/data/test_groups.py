@@ -98,8 +98,36 @@ def test_a_groups_side_is_that_of_its_name_however_the_set_grows(tmp_path: Path)
     write_noise(own, *(f"{name[:-4]}_more.png" for name in NAMES[::4]), "a/A999_0.png", seed=1)
     after = sides(load(own, BY_NAME), by_name)
     assert {name: after[name] for name in before} == before
-    names_of = ["A1", "", "\u00e9 2", "\u00e9 2", "1", "", "1", "10", "1.5", "A1.0"]
-    cells = ["A1 ", None, "e\u0301 2", "\u00e9 2", 1, float("nan"), 1.0, "10.0 ", 1.5, "A1.0"]
+    names_of = [
+        "A1",
+        "",
+        "\u00e9 2",
+        "\u00e9 2",
+        "1",
+        "",
+        "1",
+        "10",
+        "1.5",
+        "A1.0",
+        "1",
+        "1.00",
+        "1,000",
+    ]
+    cells = [
+        "A1 ",
+        None,
+        "e\u0301 2",
+        "\u00e9 2",
+        1,
+        float("nan"),
+        1.0,
+        "10.0 ",
+        1.5,
+        "A1.0",
+        "1,0",
+        "1.00",
+        "1,000",
+    ]
     assert [*map(groups.name_in, cells)] == names_of
     assert groups.named_by("\u00e9 .", ["a/e\u0301 2.png", "b/2.png"]) == ["\u00e9 2", ""]
     assert groups.named_by("(A.)?_(B)?", ["A1_B", "_B", "A2"]) == ["A1", "", ""]
@@ -169,7 +197,7 @@ def test_a_pattern_that_finds_cameras_in_place_of_animals_is_seen(tmp_path: Path
 def test_images_without_a_group_are_counted_and_a_flag_beats_the_column(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *NAMES, "a/x.png", "b/y.png")
     images = load(own, BY_NAME)
-    said = "{} of 122 images have no group, and are one each, as a/x.png: name it where others"
+    said = "{} of 122 images have no group, so each is drawn alone, as a/x.png: if others show"
     assert any(each.startswith(said.format(2)) for each in images.caveats)
     rows = [(name, name[0], "same") for name in NAMES[:-1]] + [(NAMES[-1], "b", " ")]
     write_metadata(

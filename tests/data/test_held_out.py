@@ -203,7 +203,9 @@ def test_each_image_is_tested_on_once_and_no_group_is_parted(tmp_path: Path) -> 
         )
         other = "the test has" if number > 1 else "train has, in this fold,"
         alone, lacks = images.caveats
-        assert alone.startswith("2 of 27 images have no group, and are one each, as dog/copy.png:")
+        assert alone.startswith(
+            "2 of 27 images have no group, so each is drawn alone, as dog/copy.png:"
+        )
         assert lacks == f'{other} no image of "rare": add images'
         assert (images.test_share, len(images.rows["train"])) == (1 / 3, 27 - len(test))
         tests, digests = tests + test, digests | {images.digest}

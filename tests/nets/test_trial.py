@@ -108,17 +108,26 @@ def test_fault_63_a_net_that_cannot_be_trained(code: str, own_file: Path) -> Non
     assert refused("own_net:Own") == line  # not by chance
 
 
-@pytest.mark.parametrize("after", ["y - y.mean(0)", "y + y[:1] * (len(y) > 1)"])
-def test_a_net_that_mixes_the_images_of_a_batch(after: str, own_file: Path) -> None:
-    forward = f"(lambda y: {after})(super().forward(x))"
+MIXING = {
+    "(lambda y: y - y.mean(0))(super().forward(x))": "depend on other images in its batch, or",
+    "super().forward((x - x.mean()) / x.std())": "depend on other images in its batch, or",
+    "super().forward(nn.functional.dropout(x))": "keep the images apart, and draw random numbers",
+}
+
+
+@pytest.mark.parametrize("forward", MIXING)
+def test_a_net_that_mixes_the_images_of_a_batch(forward: str, own_file: Path) -> None:
     own_file.write_text(OWN + VARIANT.format(init="pass", forward=forward))
-    task, fault = (
-        Classification([*"abcde"]),
-        "^--model own, in eval .* on other images in its batch",
-    )
-    with pytest.raises(UsageError, match=fault):
-        trial.check_apart(build_net("own_net:Own", task, COLOUR), "own", COLOUR.shape)
-    trial.check_apart(build_net("cnn_bn", task, COLOUR), "own", COLOUR.shape)
+    net = build_net("own_net:Own", Classification([*"abcde"]), COLOUR)
+    with pytest.raises(UsageError, match=f"^--model own, in eval mode: .*{MIXING[forward]}"):
+        trial.check_apart(net, "own", COLOUR.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounding_mixes_no_images(dtype: torch.dtype) -> None:
+    for name in ("cnn_bn", "mlp", "cnn_deep"):
+        net = build_net(name, Classification([*"abcde"]), COLOUR).to(dtype)
+        trial.check_apart(net, name, COLOUR.shape)
 
 
 def _sent() -> set[torch.dtype]:
