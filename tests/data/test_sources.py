@@ -467,7 +467,9 @@ def test_a_configuration_and_a_revision_are_data_sets_of_their_own(
         write_parquet(tmp_path / folder, "wxyz")
         pq.write_table(table_of("test", "wxyz")[:few], tmp_path / folder / "few.parquet")
         (tmp_path / folder / "README.md").write_text(CARD_OF_TWO)
-    expected = {"a/b:few": 3, "a/b:few@v1": 4, f"a/b:few@{commit_of('v1')}": 4, "a/b:all@v1": TEST}
+    expected = {"a/b:few": 3, "a/b:few@v1": 4, "a/b:all@v1": TEST}
+    if str(tmp_path).isascii():  # `datasets` cuts its lock's name to letters, not bytes
+        expected[f"a/b:few@{commit_of('v1')}"] = 4
     place = str(tmp_path / "cache")
 
     def count(cache_dir: str) -> dict[str, int]:

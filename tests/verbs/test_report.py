@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.system.files import read_json
+from ddp_mnist.system.text import quoted
 from ddp_mnist.training.folder import RunFolder
 from ddp_mnist.training.scores import share_text
 from ddp_mnist.verbs import answers, plots, report, spreadsheet
@@ -188,7 +189,7 @@ def test_the_page_tells_by_the_validation_what_a_limit_costs(photos: Path) -> No
     certainty, right = rows.iloc[:, 5:].max(axis=1), rows["truth"] == rows["answer"]
     text = words(photos / "report.html")
     assert f"Of the {len(rows)} validation images, those whose answer has at least" in text
-    assert f"ddp-mnist predict {photos} IMAGE ... --sure LIMIT" in text
+    assert f"ddp-mnist predict {quoted(photos)} IMAGE ... --sure LIMIT" in text
     for limit in (0.4, 0.5, 0.95):
         sure = certainty >= limit
         share = share_text(int((right & sure).sum()), int(sure.sum()))
