@@ -100,7 +100,8 @@ class Heartbeat(threading.Thread):
     def beat(self, periodic: bool = False) -> None:
         """Show that this rank is alive, where it is, and for how many beats it has waited there."""
         number, waited, before = self.last
-        at, cpu_s = place(frames := frames_of(self.thread)), time.process_time()
+        frames, cpu_s = frames_of(self.thread), time.process_time()
+        at = place(frames)
         if periodic:
             done = self.mains.steps, self.mains.sync_points
             is_same = done == self.did and (at == before or not waited)

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from ddp_mnist.errors import UsageError, blame
 
-MOST_FOLDS, FITS = 100, ("crop", "pad")
+MOST_FOLDS = 100
+FITS = ("crop", "pad")
 
 
 @dataclass(frozen=True)
