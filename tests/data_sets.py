@@ -53,6 +53,11 @@ def fake_ghostscript(folder: Path) -> str:
     return f"{folder}/bin:{os.environ['PATH']}"
 
 
+def named(columns: str) -> ImageOptions:
+    """Return how `--columns` says to read a table."""
+    return ImageOptions.from_flags({"image_size": None, "columns": columns})
+
+
 def of(data: ImageData, split: str) -> Part:
     rows = data.rows[split]
     images, targets = (torch.from_numpy(each[rows]) for each in (data.images, data.targets))

@@ -203,7 +203,9 @@ def test_what_does_not_fit_is_refused(spots: Path, typed: Typed) -> None:
 def test_columns_that_are_missing_are_named(spots: Path, tmp_path: Path) -> None:
     write_metadata(spots, [["0.png", 1]], "file_name x")
     there = "no metadata.csv with the columns file_name, x, y; metadata.csv has no column y, only "
-    with pytest.raises(DataError, match=f"{there}.*, and was not used; add what is missing$"):
+    with pytest.raises(
+        DataError, match=f"{there}.*, and was not used .*=ITS_NAME.; add what is missing$"
+    ):
         read(spots)
     without_a_task = "which folder is the class of 0.png.*; metadata.csv has no column label, "
     with pytest.raises(DataError, match=f"{without_a_task}.*, give --task MODULE:CLASS$"):

@@ -1,11 +1,12 @@
 """How to read images, as flags say it. Imports no library, for --help."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from ddp_mnist.errors import UsageError, blame
+from ddp_mnist.system.text import did_you_mean, joined
 
 MOST_FOLDS = 100
 FITS = ("crop", "pad")
@@ -24,6 +25,8 @@ class ImageOptions:
     fold: tuple[int, int] | None = None  # K and N: without a test split, fold K of N is the test
     group: str | None = None  # a pattern: images in whose path it finds the same are a group
     class_folder: str = "last"  # or first: which of an image's folders is that of its class
+    # What a table calls the column for this: (("label", "species"), ...)
+    named: tuple[tuple[str, str], ...] = ()
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
     columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
@@ -35,7 +38,36 @@ class ImageOptions:
         as_typed = {name: flags[name] for name in names if name in flags}
         with blame(f"--group {flags.get('group')}", UsageError, "try e.g. 'A[0-9]+'"):
             re.compile(flags.get("group") or "")
-        return cls(_size(flags["image_size"]), fold=_fold(flags.get("fold")), **as_typed)
+        fold, named = _fold(flags.get("fold")), _named(flags.get("columns"))
+        return cls(_size(flags["image_size"]), fold=fold, named=named, **as_typed)
+
+    @property
+    def required(self) -> dict[str, str]:
+        """The column for each use that --columns names. A table may lack it if it is not the run's
+        own, but there to evaluate the run on.
+        """
+        return dict(self.named if self.test_size != 0 else ())
+
+    def names_of(self, use: str, *usual: str) -> tuple[str, ...]:
+        """Return the names of the column for a use, that to be preferred first: `use` itself if
+        none is `usual`, but not if another is required.
+        """
+        given = tuple(name for each, name in self.named if each == use)
+        return given if use in self.required else given + (usual or (use,))
+
+    def check_required(self, uses: Collection[str], table: str, columns: Collection[str]) -> None:
+        """Raise UsageError if a required column has a use that is not among these, or is not among
+        the table's, in whatever case.
+        """
+        for use, name in self.required.items():
+            typed = f"--columns {use}={name}"
+            if use not in uses:
+                fix = f"choose from {', '.join(uses)}{did_you_mean(use, uses)}"
+                raise UsageError(f"{typed}: no column is for {use}; {fix}")
+            if name.casefold() not in map(str.casefold, columns):
+                there = joined(map(repr, columns), 120)
+                fault = f"{table} has no such column, only {there}{did_you_mean(name, columns)}"
+                raise UsageError(f"{typed}: {fault}")
 
 
 def _size(typed: str | None) -> tuple[int, int] | None:
@@ -58,6 +90,15 @@ def _fold(typed: str | None) -> tuple[int, int] | None:
         legal = f"must be K/N, with N from 2 to {MOST_FOLDS} and K from 1 to N, e.g. 1/5"
         raise UsageError(f"--fold {typed}: {legal}")
     return number, folds
+
+
+def _named(typed: str | None) -> tuple[tuple[str, str], ...]:
+    parts = [each.partition("=") for each in typed.split(",")] if typed else []
+    pairs = [(use.strip(), name.strip()) for use, _, name in parts]
+    if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
+        legal = "must be USE=COLUMN, each use once, e.g. label=species,group=animal"
+        raise UsageError(f"--columns {typed}: {legal}")
+    return tuple(pairs)
 
 
 AS_THEY_ARE = ImageOptions()

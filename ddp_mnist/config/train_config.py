@@ -42,6 +42,11 @@ class RunFlags(Flags):
         "Cut images of another ratio to their middle, or pad them with grey and keep them whole.",
         choices=FITS,
     )
+    columns: str | None = flag(
+        None,
+        "What a table calls its columns: label=species,group=animal [label, group, file_name ...].",
+        metavar="USE=COLUMN",
+    )
     class_folder: str = flag(
         "last",
         "Folder that is an image's class: the last of its path, or the first that not all share.",

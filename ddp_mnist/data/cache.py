@@ -159,7 +159,7 @@ def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
     read_as = [options.size, options.grey, options.for_evaluation, options.columns]
     # named only if typed: the folders of earlier versions lack them
-    younger = {name: getattr(options, name) for name in ("fit", "class_folder")}
+    younger = {name: getattr(options, name) for name in ("fit", "class_folder", "named")}
     typed = {name: x for name, x in younger.items() if x != getattr(AS_THEY_ARE, name)}
     read = json.dumps([*read_as, typed] if typed else read_as)
     place = hashlib.sha256(os.fsencode(source.place) + read.encode()).hexdigest()[:HASH]

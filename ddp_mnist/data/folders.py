@@ -117,7 +117,7 @@ def list_folder(
         raise DataError("; ".join([f"{typed}: holds no image that can be read", *notes]))
     if not there:
         return None
-    described, unused = read_metadata(typed, folder, paths, options.columns)
+    described, unused = read_metadata(typed, folder, paths, options)
     labels = {image: row.target for image, row in described.items()}
     images = sorted({*there, *labels}, key=str)  # one that is not there counts as broken
     for name in map(str, (folder, *images)):

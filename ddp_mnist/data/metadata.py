@@ -10,12 +10,13 @@ import os
 import re
 import reprlib
 import unicodedata
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.groups import COLUMN, name_in
 from ddp_mnist.data.listing import (
     LABELS,
@@ -86,12 +87,15 @@ def is_empty(cells: str) -> bool:
     return not cells.strip(" ,;\t")
 
 
-FILE_NAME: Check = (is_name, "no name in column file_name", "name a file, or delete these rows")
-OF_A_SPLIT: Check = (
-    lambda cell: bool(split_in_cell(cell)),
-    "no split in column split",
-    f"write {', '.join(SPLIT_WORDS)} in each, or leave the column out",
-)
+def file_check(column: str) -> Check:
+    return is_name, f"no name in column {column}", "name a file, or delete these rows"
+
+
+def split_check(column: str) -> Check:
+    fix = f"write {', '.join(SPLIT_WORDS)} in each, or leave the column out"
+    return lambda cell: bool(split_in_cell(cell)), f"no split in column {column}", fix
+
+
 NO_MORE: Check = (is_empty, "more cells than columns", "quote cells that hold the separator")
 
 
@@ -170,30 +174,37 @@ def is_metadata(file: Path) -> bool:
 
 
 def read_metadata(
-    typed: str, folder: str, paths: list[Path], columns: tuple[str, ...]
+    typed: str, folder: str, paths: list[Path], options: ImageOptions
 ) -> tuple[dict[Path, Described], list[str]]:
     """Return how a metadata file describes each image, and notes on files that describe none.
 
-    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With `columns`, it is
-    the numbers of these instead. Raise DataError for bad rows, or if these columns are missing.
+    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With options.columns,
+    it is the numbers of these instead. Raise DataError for bad rows, or if these columns are
+    missing, and as `check_required`.
     """
+    columns, needed = options.columns, ("file_name", *(options.columns or ("label",)))
+    uses = [*needed, *(use for use in ("split", COLUMN) if use not in columns)]
+    usual = {"label": LABELS} if not columns else {}
     found, notes, known = dict[Path, Described](), list[str](), frozenset(paths)
     for file in filter(is_metadata, paths):
         with blame(at := f"{typed}: {file}", DataError):
             table = READERS[file.suffix.lower()](Path(folder, file), at)
-            wanted = {name: table.column(at, name) for name in ("file_name", *columns)}
-            if not columns:
-                wanted["label"] = table.column(at, *LABELS)
-            missing = [name for name, column in wanted.items() if column is None]
+            options.check_required(uses, str(file), table.columns)
+            called = {u: table.column(at, *options.names_of(u, *usual.get(u, ()))) for u in uses}
+            wanted = {use: called.pop(use) for use in needed}
+            missing = [use for use, column in wanted.items() if column is None]
             if missing or not table.rows:
                 there = joined(map(repr, table.columns), 120) or "blank lines"
                 fault = f"column {' and '.join(missing)}, only {there}," if missing else "rows,"
-                notes.append(f"{file} has no {fault} and was not used")
+                other = (
+                    f" (if one of these is it, --columns {missing[0]}=ITS_NAME)" if missing else ""
+                )
+                notes.append(f"{file} has no {fault} and was not used{other}")
                 continue
-            names, targets = cells_of(table, at, wanted, columns)
-            notes += unused_columns(file, at, table, wanted)
-            splits = cells_of_more(table, at, "split", columns, OF_A_SPLIT)
-            groups = map(name_in, cells_of_more(table, at, COLUMN, columns))
+            names, targets = cells_of(table, at, [*map(str, wanted.values())], bool(columns))
+            notes += unused_columns(file, table, {*wanted.values(), *called.values()}, called)
+            splits = cells_of_more(table, at, called.get("split"), split_check)
+            groups = map(name_in, cells_of_more(table, at, called.get(COLUMN)))
             rows = map(Described, targets, map(split_in_cell, splits), groups)
             for name, row, (place, _) in zip(names, rows, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
@@ -206,75 +217,74 @@ def read_metadata(
     words = [row.target for row in found.values()]
     if all(isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in words):
         found = {image: row._replace(target=int(row.target)) for image, row in found.items()}
-    if columns and not found:
-        named = ", ".join(("file_name", *columns))
+    if (columns or options.required) and not found:
+        named = ", ".join(options.names_of(use)[0] for use in needed)
         fault = f"{typed}: holds no metadata.csv with the columns {named}"
         fix = "add what is missing" if notes else "add one"
         raise DataError("; ".join([fault, *notes, *other_tables(folder, paths), fix]))
     return found, notes
 
 
-def unused_columns(file: Path, at: str, table: Table, wanted: dict[str, str | None]) -> list[str]:
+def unused_columns(
+    file: Path, table: Table, used: Collection[str | None], called: Mapping[str, str | None]
+) -> list[str]:
     """Return a note on columns that say the same of two images or more on average: groups perhaps.
 
     None if there is a column of groups.
     """
-    if table.column(at, COLUMN):
+    if called.get(COLUMN):
         return []
-    others = {*table.columns} - {*wanted.values(), table.column(at, "split")}
+    others = {*table.columns}.difference(used)
     cells = {name: {str(row.get(name)) for _, row in table.rows} for name in others}
     repeat = [n for n in table.columns if 1 < len(cells.get(n, ())) <= len(table.rows) / 2]
-    fix = f"if one tells which images belong together, call it {COLUMN}"
+    fix = f"if one tells which images belong together, --columns {COLUMN}=ITS_NAME"
     shown = f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"
     return [shown] if repeat else []
 
 
 def cells_of_more(
-    table: Table, at: str, name: str, columns: tuple[str, ...], check: Check | None = None
+    table: Table, at: str, column: str | None, check: Callable[[str], Check] | None = None
 ) -> list[Any]:
-    """Return the cells of a column that need not be there: all None then, and if it is a target.
+    """Return the cells of a column that need not be there: all None then.
 
     Raise DataError for cells that do not pass the check.
     """
-    column = None if name in columns else table.column(at, name)
     if column is None:
         return [None] * len(table.rows)
     cells = [row.get(column) for _, row in table.rows]
     if check:
-        check_cells(at, cells, check, [place for place, _ in table.rows])
+        check_cells(at, cells, check(column), [place for place, _ in table.rows])
     return cells
 
 
 def cells_of(
-    table: Table, at: str, wanted: dict[str, str | None], columns: tuple[str, ...]
+    table: Table, at: str, columns: list[str], are_numbers: bool
 ) -> tuple[list[str], list[Any]]:
-    """Return the names of files, and the label or the numbers of each.
-
-    `wanted` has the table's own name of each column. Raise DataError, which counts bad cells.
+    """Return the names of files, from the first of the columns, and the label or the numbers of
+    each from the others. Raise DataError, which counts bad cells.
     """
     places, rows = [place for place, _ in table.rows], [row for _, row in table.rows]
     surplus = [table.separator.join(row.get(None, ())) for row in rows]
     check_cells(at, surplus, NO_MORE, places)
-    names, *found = ([row.get(column) for row in rows] for column in wanted.values())
-    check_cells(at, names, FILE_NAME, places)
-    for n, cells in enumerate(found):
+    names, *found = ([row.get(column) for row in rows] for column in columns)
+    check_cells(at, names, file_check(columns[0]), places)
+    for n, (column, cells) in enumerate(zip(columns[1:], found, strict=True)):
         found[n] = cells = [x.strip() if isinstance(x, str) else x for x in cells]
-        if columns:
+        if are_numbers:
             found[n] = with_points(cells, table.separator)
             few = table.separator == ";" and sum(map(has_point, cells))
             if few and few < sum(map(has_comma, cells)):
-                what = f"a number with a point in column {columns[n]}, where others have a comma"
+                what = f"a number with a point in column {column}, where others have a comma"
                 one_sign = (lambda x: not has_point(x), what, "write them all alike")
                 check_cells(at, cells, one_sign, places)
             if table.separator != "," and may_be_thousands(cells):
-                what = f"a number in column {columns[n]} that may be in thousands or a decimal one"
+                what = f"a number in column {column} that may be in thousands or a decimal one"
                 fix = "write whole numbers without a sign, and decimals with one in each row"
                 check_cells(
                     at, cells, (lambda x: not THOUSANDS.fullmatch(str(x)), what, fix), places
                 )
-        check = number_check(columns[n]) if columns else label_check("label")
-        check_cells(at, found[n], check, places)
-    return [*map(str, names)], [*zip(*found, strict=True)] if columns else found[0]
+        check_cells(at, found[n], (number_check if are_numbers else label_check)(column), places)
+    return [*map(str, names)], [*zip(*found, strict=True)] if are_numbers else found[0]
 
 
 def with_points(cells: list[Any], separator: str) -> list[Any]:
@@ -351,4 +361,5 @@ def other_tables(folder: str, paths: list[Path]) -> list[str]:
             columns = READERS[file.suffix.lower()](Path(folder, file), name).columns
             named.append(f"{name} has the columns {joined(map(repr, columns), 80)}")
     fix = "a table of the images is called metadata.csv, and has the columns file_name and label"
+    fix += ", or says which they are: --columns"
     return [*named, fix] if named else []

@@ -50,6 +50,9 @@ class Source:
         with blame(self.typed, DataError):
             built_in = BUILT_IN[self.kind](self.typed) if self.kind in BUILT_IN else None
             found = built_in or list_idx(self.place, self.typed) or self._folder(options)
+        if options.required and not found.column:
+            use, name = next(iter(options.required.items()))
+            raise UsageError(f"--columns {use}={name}: {self.typed} has no table; leave it out")
         if options.columns and found.classes:
             raise DataError(f"{self.typed}: has classes, and no {', '.join(options.columns)}")
         return found

@@ -190,7 +190,7 @@ def list_table(
     if options.for_evaluation and "train" in splits and not len(splits["train"]):
         del splits["train"]
     (begin, first), *others = splits.items()
-    image_column, targets_in, unused = find_columns(first, typed, options.columns)
+    image_column, targets_in, unused = find_columns(first, typed, options)
     for column in (image_column, *targets_in):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
         for split, rows in others:
@@ -204,9 +204,8 @@ def list_table(
             raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
-        has_groups = COLUMN in rows.features and COLUMN not in targets_in
-        cells = read.column(COLUMN).to_pylist() if has_groups else [None] * len(rows)
-        groups += map(name_in, cells)
+        called = [n for n in options.names_of(COLUMN) if n in rows.features and n not in targets_in]
+        groups += map(name_in, read.column(called[0]).to_pylist() if called else [""] * len(rows))
     if options.columns:
         targets, careful = number_columns(found, typed, targets_in)
     else:
@@ -219,38 +218,44 @@ def list_table(
     return Listing(typed, images, targets, classes, notes, image_column, place, careful, groups)
 
 
-def find_columns(
-    rows: Any, typed: str, columns: tuple[str, ...] = ()
-) -> tuple[str, list[str], list[str]]:
+def find_columns(rows: Any, typed: str, options: ImageOptions) -> tuple[str, list[str], list[str]]:
     """Return the names of the image column and of those with the targets, and notes on unused ones.
 
-    The targets are in `columns`, else in a label column. If several qualify, the first in the order
-    of NAMES is used, else the first in the table.
+    The targets are in options.columns, else in a label column. If several qualify, the first in the
+    order of their names is used, else the first in the table. Raise as `check_required`.
     """
     from datasets import ClassLabel, Image, Value
 
-    found: dict[str, list[str]] = {what: [] for what in ("image", *(columns or ("label",)))}
+    needed = ("image", *(options.columns or ("label",)))
+    options.check_required((*needed, COLUMN), typed, [*rows.features])
+    names_of = {use: options.names_of(use, *NAMES.get(use, ())) for use in needed}
+    found: dict[str, list[str]] = {use: [] for use in needed}
     for name, kind in rows.features.items():
         # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
         # have their files' bytes, or their paths.
         is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
-        is_image |= name in NAMES["image"] and isinstance(kind, Value) and kind.dtype in FILES
-        if is_image:
-            found["image"].append(name)
-        if name in columns:
-            found[name].append(name)
-        elif not columns and (isinstance(kind, ClassLabel) or name in NAMES["label"]):
-            found["label"].append(name)
+        is_image |= name in names_of["image"] and isinstance(kind, Value) and kind.dtype in FILES
+        for use in needed:
+            is_named, is_free = name in names_of[use], use not in options.required
+            if use == "image":
+                fits = is_image and (is_named or is_free)
+            else:
+                is_class = use == "label" and isinstance(kind, ClassLabel)
+                fits = is_named or (is_class and is_free and not options.columns)
+            if fits:
+                found[use].append(name)
     if COLUMN in found.get("label", ())[1:]:
         found["label"].remove(COLUMN)
     notes = []
-    for what, names in found.items():
+    for use, names in found.items():
         if not names:
             among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
-            raise DataError(f"{typed}: no {what} column among {among}; add one, named {what}")
-        names.sort(key=lambda name: [*NAMES.get(what, ()), name].index(name))
+            fix = f"add one, named {use}, or say which it is: --columns {use}=NAME"
+            raise DataError(f"{typed}: no {use} column among {among}; {fix}")
+        names.sort(key=lambda name: [*names_of[use], name].index(name))
         if others := ", ".join(names[1:]):
-            notes.append(f"{what}s are those of column {names[0]}; not used: {others}")
+            other = f"{others} (else --columns {use}={names[1]})"
+            notes.append(f"{use}s are those of column {names[0]}; not used: {other}")
     return found.pop("image")[0], [names[0] for names in found.values()], notes
 
 

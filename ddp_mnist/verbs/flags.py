@@ -96,6 +96,7 @@ class Prepare(Flags):
     image_size: str | None = flag(None, "Size, as for train, which takes photos at 160 [as it is].")
     grey: bool = flag(False, "Convert colour images to grey.")
     fit: str = flag("crop", "Cut or pad images, as for train.", choices=FITS)
+    columns: str | None = flag(None, "A table's columns, as for train.", metavar="USE=COLUMN")
     class_folder: str = flag("last", "That of classes, as for train.", choices=("last", "first"))
     task: str | None = flag(None, "Your own task, as for train [classes].")
     cache_dir: str | None = flag(None, CACHE_DIR)

@@ -21,6 +21,7 @@ WITH_A_FORM = {
     "model": (*NETS, "torchvision:resnet18", "own_net:Net", "my_package.nets:make_net"),
     "image_size": ("64", "48x64", "1x9999"),
     "fold": ("1/2", "100/100"),
+    "columns": ("label=species", "图像=a b, group = Tier"),
 }
 
 

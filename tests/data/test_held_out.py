@@ -239,7 +239,16 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
     monkeypatch.chdir(trained)
     now = json.loads(typed("evaluate", tmp_path / "run", "--json").out)
     config = read_json(tmp_path / "run/config.json")
-    for name in ("image_size", "grey", "cache_dir", "fit", "class_folder", "group", "fold"):
+    for name in (
+        "image_size",
+        "grey",
+        "cache_dir",
+        "fit",
+        "class_folder",
+        "columns",
+        "group",
+        "fold",
+    ):
         del config["run"][name]
     for name in ("metrics", "loss", "inject"):
         del config["recipe"][name]

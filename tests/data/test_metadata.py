@@ -2,9 +2,11 @@
 
 import json
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +14,8 @@ import pytest
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data.listing import Listing
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.errors import DataError
-from tests.data_sets import read, write_noise, write_split
+from ddp_mnist.errors import DataError, UsageError
+from tests.data_sets import named, read, write_noise, write_split
 
 NAMES = [f"{number}.png" for number in range(4)]
 LABELS = ["cat", "dog", "cat", "dog"]
@@ -101,10 +103,45 @@ def test_columns_that_may_name_groups_are_told(tmp_path: Path) -> None:
     heading, more = "file_name,label,Tier,number,site", zip("AABB", "1234", "xxxx", strict=True)
     rows = [(*row, *each) for row, each in zip(ROWS, more, strict=True)]
     found = listed(tmp_path, csv(heading=heading, rows=rows), "metadata.csv")
-    which = "if one tells which images belong together, call it group"
+    which = "if one tells which images belong together, --columns group=ITS_NAME"
     assert found.notes == [f"metadata.csv: columns not used: 'Tier'; {which}"]
     grouped = csv(heading="file_name,label,group,number,Tier", rows=rows)
     assert listed(tmp_path, grouped, "metadata.csv").notes == []
+
+
+OWN_NAMES = "file_name=Datei, label=Art, group=Tier, split=teil"
+
+
+def test_a_table_with_column_names_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:
+    more = zip(["7,0", "7", "8", "9"], ["train", "train", "test", "Test"], strict=True)
+    rows = [(*row, *each) for row, each in zip(ROWS, more, strict=True)]
+    table = csv(";", "Datei,Art,Tier,Teil", rows)
+    found = listed(tmp_path, table, "metadata.csv", named(OWN_NAMES))
+    assert {split: targets.tolist() for split, targets in found.targets.items()} == {
+        "train": [0, 1],
+        "test": [0, 1],
+    }
+    assert (found.classes, found.groups, found.notes) == (["cat", "dog"], list("7789"), [])
+    numbers = replace(named("file_name=Datei,x=Tier"), columns=("x",))
+    whole = find_source(str(tmp_path)).listing(numbers)
+    assert [*np.concatenate([*whole.targets.values()])] == [7, 7, 8, 9]
+
+
+def test_a_column_that_a_table_lacks_is_an_error_unless_a_run_is_evaluated(tmp_path: Path) -> None:
+    lacks = "^--columns label=Art: metadata.csv has no such column, only 'file_name', 'label'$"
+    with pytest.raises(UsageError, match=lacks):
+        listed(tmp_path, TABLE, "metadata.csv", named("label=Art"))
+    with pytest.raises(
+        UsageError, match=r"^--columns image=b: .* choose from file_name, label, sp"
+    ):
+        listed(tmp_path, TABLE, "metadata.csv", named("image=b"))
+    found = listed(tmp_path, TABLE, "metadata.csv", replace(named("label=Art"), test_size=0))
+    assert found.classes == ["cat", "dog"]
+    (tmp_path / "metadata.csv").rename(tmp_path / "other.csv")
+    with pytest.raises(
+        DataError, match=r"holds no metadata\.csv with the columns file_name, label;"
+    ):
+        find_source(str(tmp_path)).listing(named("label=label"))
 
 
 def test_a_table_of_another_name_beside_folders_of_classes_is_told(tmp_path: Path) -> None:

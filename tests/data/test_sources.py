@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import os
+import re
 import socket
 import struct
 import sys
@@ -36,6 +37,7 @@ from tests.data_sets import (
     TRAIN,
     cells_of,
     encoded,
+    named,
     of,
     read,
     save_to_disk,
@@ -156,12 +158,16 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
         assert labels.tolist() == [LABELS[row] for row in order]
 
 
+FINE = "fine; not used: coarse (else label=coarse)"
+SOURCE = "label; not used: labels, source (else label=labels)"
+
+
 @pytest.mark.parametrize(
     ("columns", "image", "label", "notes"),
     [
-        ("mask image label", "image", "label", ["image; not used: mask"]),
-        ("mask img fine coarse", "img", "fine", ["img; not used: mask", "fine; not used: coarse"]),
-        ("photo source labels label", "photo", "label", ["label; not used: labels, source"]),
+        ("mask image label", "image", "label", ["image; not used: mask (else image=mask)"]),
+        ("mask img fine coarse", "img", "fine", ["img; not used: mask (else image=mask)", FINE]),
+        ("photo source labels label", "photo", "label", [SOURCE]),
         ("img labels writer", "img", "labels", []),
     ],
 )
@@ -169,15 +175,67 @@ def test_a_column_is_known_by_its_name_then_by_its_type(
     columns: str, image: str, label: str, notes: list[str]
 ) -> None:
     """Of several that could be it; all but these declare their classes."""
+    found_image, found_labels, said = columns_among(columns)
+    assert (found_image, found_labels) == (image, [label])
+    short = (note.partition("column ")[2].replace("--columns ", "") for note in said)
+    assert [*short] == notes
+
+
+def columns_among(columns: str, options: ImageOptions = AS_THEY_ARE) -> Any:
+    """Return what is found among columns of which most declare their classes."""
     import datasets
 
     kinds = dict.fromkeys(("mask", "image", "img", "photo"), datasets.Image())
     kinds |= {"label": datasets.Value("int64"), "writer": datasets.Value("string")}
     of_classes = datasets.ClassLabel(names=["scan", "web"])
     features = {name: kinds.get(name, of_classes) for name in columns.split()}
-    found_image, found_labels, said = tables.find_columns(SimpleNamespace(features=features), "")
-    assert (found_image, found_labels) == (image, [label])
-    assert [note.partition("column ")[2] for note in said] == notes
+    return tables.find_columns(SimpleNamespace(features=features), "here", options)
+
+
+NAMED: dict[str, tuple[str, list[str]]] = {  # columns that there are, those of images and labels
+    "label=coarse": ("img fine coarse", ["img", "coarse"]),
+    "label=writer": ("img label writer", ["img", "writer"]),
+    "image=mask, label = coarse": ("mask image label coarse", ["mask", "coarse"]),
+}
+
+
+@pytest.mark.parametrize("typed", NAMED)
+def test_a_column_that_is_named_is_that_one(typed: str) -> None:
+    columns, [image, label] = NAMED[typed]
+    assert columns_among(columns, named(typed)) == (image, [label], [])
+
+
+NOT_THERE = {
+    "label=Coarse": "label=Coarse: here has no such column, only 'img', 'fine'",
+    "label=fin": "label=fin: here has no such column, only 'img', 'fine'; did you mean fine?",
+    "lable=fine": "lable=fine: no column is for lable; choose from image, label, group; did you",
+    "split=fine": "split=fine: no column is for split; choose from image, label, group",
+    "label": "label: must be USE=COLUMN, each use once, e.g. label=species,group=animal",
+    "label=": "label=: must be USE=COLUMN",
+    "label=fine,label=img": "label=fine,label=img: must be USE=COLUMN, each use once",
+}
+
+
+@pytest.mark.parametrize("typed", NOT_THERE)
+def test_a_column_that_is_not_there_and_a_use_that_is_none(typed: str) -> None:
+    with pytest.raises(UsageError, match=f"^--columns {re.escape(NOT_THERE[typed])}"):
+        columns_among("img fine", named(typed))
+
+
+@pytest.mark.parametrize("make", [write_idx, None])
+def test_what_has_no_table_has_no_columns_to_name(make: Writer | None, tmp_path: Path) -> None:
+    dataset = str(tmp_path) if make else "digits"
+    if make:
+        make(tmp_path)
+    words = f"^--columns label=y: --dataset {dataset} has no table; leave it out$"
+    with pytest.raises(UsageError, match=words):
+        find_source(dataset).listing(named("label=y"))
+
+
+def test_a_required_column_is_a_wish_where_a_run_is_evaluated() -> None:
+    options = replace(named("label=coarse,image=photo"), test_size=0)
+    assert columns_among("img label", options)[:2] == ("img", ["label"])
+    assert columns_among("img label coarse", options)[:2] == ("img", ["coarse"])
 
 
 @pytest.mark.system
@@ -209,7 +267,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
         "metadata.csv has no column file_name and label, only 'filename', 'camera', and was not"
-        " used",
+        " used (if one of these is it, --columns file_name=ITS_NAME)",
         "3 of 20 images were left out, as extra/cat/1.png",
     ]
 
