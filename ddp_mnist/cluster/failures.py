@@ -89,7 +89,8 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     if not lost and not store.unreachable and "nccl" not in text:
         return PeerError(
             f"all {store.world_size} ranks are alive, but a connection between two of them broke"
-            f" ({why}; {store.addresses()}); look at the network, then start the run again"
+            f" ({why}; {store.addresses()}); look at the network, then resume the run or start"
+            " it again"
         )
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return store.lost_contact(lost, why, more)

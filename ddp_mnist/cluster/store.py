@@ -370,7 +370,7 @@ class Store:
             who = "the launcher and a rank"
         return PeerError(
             f"lost contact with {who} of {self.world_size} ({why}); see what that process says,"
-            f" then start the run again{more}"
+            f" then resume the run or start it again{more}"
         )
 
     def addresses(self) -> str:

@@ -141,5 +141,6 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )
     yield
-    folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
-    console.print(f"done       the result is on {host}{folder}")
+    folder = store.received.get(FOLDER_KEY)  # none of a doctor's or a dry run's
+    result = f"the result is on {host}, in {folder}" if folder else f"rank 0 on {host} has reported"
+    console.print(f"done       {result}")

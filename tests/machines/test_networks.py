@@ -129,7 +129,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     assert "verdict" not in second.out  # rank 0 tells it
     assert second.out.splitlines()[-2:] == [
         f"joined     as rank 1 of 2; rank 0 on {names[0]} reports",
-        f"done       the result is on {names[0]}",
+        f"done       rank 0 on {names[0]} has reported",
     ]
     findings = re.findall(r"^(PASS|WARN|FAIL)  (.{14}) (.*)$", first.out, re.MULTILINE)
     unwell = {name.strip(): status for status, name, _ in findings if status != "PASS"}

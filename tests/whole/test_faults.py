@@ -176,7 +176,7 @@ def test_fault_01_fault_21_one_rank_fails_alone(
     assert isinstance(told, PeerError)
     assert {str(error) for error in errors} == {str(told)}
     assert str(told).startswith(f"lost contact with rank {who} of {size} (")
-    assert str(told).endswith("; see what that process says, then start the run again")
+    assert str(told).endswith("; see what that process says, then resume the run or start it again")
     # with rank 0 nobody is left who writes it
     expected = ("failed", 6, str(told)) if who else ("running", None, None)
     assert (found["state"], found["exit_code"], found["error"]) == expected
