@@ -43,28 +43,28 @@ class ImageOptions:
 
     @property
     def required(self) -> dict[str, str]:
-        """The column for each use that --columns names. A table may lack it if it is not the run's
-        own, but there to evaluate the run on.
+        """What --columns calls the column for each use. Empty if a run is evaluated on images of
+        another table, which may call it otherwise.
         """
         return dict(self.named if self.test_size != 0 else ())
 
     def names_of(self, use: str, *usual: str) -> tuple[str, ...]:
-        """Return the names of the column for a use, that to be preferred first: `use` itself if
-        none is `usual`, but not if another is required.
+        """Return what a table may call the column for a use, the preferred name first: the required
+        one alone, or else the `usual` ones too, by default `use` itself.
         """
         given = tuple(name for each, name in self.named if each == use)
         return given if use in self.required else given + (usual or (use,))
 
     def check_required(self, uses: Collection[str], table: str, columns: Collection[str]) -> None:
         """Raise UsageError if a required column has a use that is not among these, or is not among
-        the table's, in whatever case.
+        the table's.
         """
         for use, name in self.required.items():
             typed = f"--columns {use}={name}"
             if use not in uses:
                 fix = f"choose from {', '.join(uses)}{did_you_mean(use, uses)}"
                 raise UsageError(f"{typed}: no column is for {use}; {fix}")
-            if name.casefold() not in map(str.casefold, columns):
+            if name not in columns:
                 there = joined(map(repr, columns), 120)
                 fault = f"{table} has no such column, only {there}{did_you_mean(name, columns)}"
                 raise UsageError(f"{typed}: {fault}")

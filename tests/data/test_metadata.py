@@ -109,7 +109,7 @@ def test_columns_that_may_name_groups_are_told(tmp_path: Path) -> None:
     assert listed(tmp_path, grouped, "metadata.csv").notes == []
 
 
-OWN_NAMES = "file_name=Datei, label=Art, group=Tier, split=teil"
+OWN_NAMES = "file_name=Datei, label=Art, group=Tier, split=Teil"
 
 
 def test_a_table_with_column_names_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_a_column_that_is_named_is_that_one(typed: str) -> None:
 
 
 NOT_THERE = {
-    "label=Coarse": "label=Coarse: here has no such column, only 'img', 'fine'",
+    "label=Fine": "label=Fine: here has no such column, only 'img', 'fine'",
     "label=fin": "label=fin: here has no such column, only 'img', 'fine'; did you mean fine?",
     "lable=fine": "lable=fine: no column is for lable; choose from image, label, group; did you",
     "split=fine": "split=fine: no column is for split; choose from image, label, group",
