@@ -194,12 +194,7 @@ def read_metadata(
             wanted = {use: called.pop(use) for use in needed}
             missing = [use for use, column in wanted.items() if column is None]
             if missing or not table.rows:
-                there = joined(map(repr, table.columns), 120) or "blank lines"
-                fault = f"column {' and '.join(missing)}, only {there}," if missing else "rows,"
-                other = (
-                    f" (if one of these is it, --columns {missing[0]}=ITS_NAME)" if missing else ""
-                )
-                notes.append(f"{file} has no {fault} and was not used{other}")
+                notes.append(f"{file} has no {lack_of(table, missing)}")
                 continue
             names, targets = cells_of(table, at, [*map(str, wanted.values())], bool(columns))
             notes += unused_columns(file, table, {*wanted.values(), *called.values()}, called)
@@ -225,6 +220,16 @@ def read_metadata(
     return found, notes
 
 
+def lack_of(table: Table, missing: list[str]) -> str:
+    """Return what a table that is not used lacks, and how to name columns that it has after all."""
+    if not missing:
+        return "rows, and was not used"
+    there = joined(map(repr, table.columns), 120) or "blank lines"
+    named = ",".join(f"{use}=ITS_NAME" for use in missing)
+    only = f"column {' and '.join(missing)}, only {there}, and was not used"
+    return f"{only} (if called otherwise, give --columns {named})"
+
+
 def unused_columns(
     file: Path, table: Table, used: Collection[str | None], called: Mapping[str, str | None]
 ) -> list[str]:
@@ -237,7 +242,7 @@ def unused_columns(
     others = {*table.columns}.difference(used)
     cells = {name: {str(row.get(name)) for _, row in table.rows} for name in others}
     repeat = [n for n in table.columns if 1 < len(cells.get(n, ())) <= len(table.rows) / 2]
-    fix = f"if one tells which images belong together, --columns {COLUMN}=ITS_NAME"
+    fix = f"if one tells which images belong together, give --columns {COLUMN}=ITS_NAME"
     shown = f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"
     return [shown] if repeat else []
 

@@ -267,7 +267,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
         "metadata.csv has no column file_name and label, only 'filename', 'camera', and was not"
-        " used (if one of these is it, --columns file_name=ITS_NAME)",
+        " used (if called otherwise, give --columns file_name=ITS_NAME,label=ITS_NAME)",
         "3 of 20 images were left out, as extra/cat/1.png",
     ]
 
