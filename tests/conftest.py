@@ -1,3 +1,4 @@
+import atexit
 import errno
 import fcntl
 import gc
@@ -42,6 +43,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 # torch asks for the name of each address it connects to: 10 s where no name server answers.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+os.fsync = lambda fd: None  # takes 5 ms, and nobody cuts the power of a test
 if "PYTEST_XDIST_WORKER" in os.environ:
     # workers share the cores, where OpenMP's threads would spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,7 +111,7 @@ def pytest_sessionfinish() -> None:
 
     It goes once no process holds its pipe. Python has no public way to ask for that.
     """
-    unfreeze()
+    atexit.register(unfreeze)
     for process in multiprocessing.active_children():  # of a test that failed
         process.kill()
         process.join()
