@@ -296,7 +296,8 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
             fix = "leave it out, and put CUDA_VISIBLE_DEVICES=0 before the command"
             raise UsageError(f"{typed}: each process takes the GPU of its local rank; {fix}")
         legal = re.findall(r"--[a-z-]+", parser.format_help())
-        hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
+        page = ", and docs/tutorials.md for what other trainers call it" if first else ""
+        hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help{page}"
         raise UsageError(f"{typed}: unknown flag or argument{hint}")
     return {field: value for field, value in vars(known).items() if field != "debug"}
 

@@ -37,7 +37,6 @@ COURSE = REPOSITORY / "docs" / "course"
 COURSE_LINES = 400
 COURSE_PROGRAMS = "docs/course/"  # their comments are translated in Chinese pages
 COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]
-EXIT_CODES = 11
 GONE = (
     *("--against", "--tolerance", "--format torch", "RESTARTS=", "BENCH="),
     *("ddp-mnist bench", "ddp-mnist configs", "ddp-mnist restart", "debug_launcher", "out of date"),
@@ -431,7 +430,7 @@ def versions() -> Iterator[str]:
     for name in ("reference.md", "reference.zh-CN.md"):
         text = (REPOSITORY / "docs" / name).read_text("utf-8")
         told = re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE)
-        if told != codes or len(codes) != EXIT_CODES:
+        if told != codes:
             yield f"{name}: its exit codes are not those of --help; copy them"
 
 

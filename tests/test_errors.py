@@ -1,9 +1,20 @@
 import errno
+import re
 import time
 
 import pytest
 
-from ddp_mnist.errors import MORE_FILES, DataError, DdpMnistError, StorageError, UsageError, blame
+from ddp_mnist import cli, errors
+from ddp_mnist.cluster.signals import EXIT_CODES
+from ddp_mnist.errors import (
+    CODES,
+    MORE_FILES,
+    DataError,
+    DdpMnistError,
+    StorageError,
+    UsageError,
+    blame,
+)
 from ddp_mnist.system.deadline import with_deadline
 
 
@@ -28,6 +39,13 @@ def test_what_is_to_blame_is_named_with_a_librarys_own_words(
         raise error
     assert (str(raised.value), raised.value.blamed) == (line, blamed)
     assert type(raised.value) is kind
+
+
+def test_every_exit_code_is_known_to_the_other_ranks_and_told() -> None:
+    ours = [each for each in vars(errors).values() if isinstance(each, type)]
+    codes = {each.code for each in ours if issubclass(each, DdpMnistError)}
+    assert {*EXIT_CODES.values(), *codes} == {*CODES}
+    assert re.findall(r"\b(\d+) ", cli.HELP) == [str(code) for code in (0, *CODES)]
 
 
 def test_a_deadline_ends_the_wait_and_not_the_call() -> None:

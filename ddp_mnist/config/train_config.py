@@ -149,7 +149,8 @@ class TrainConfig:
 
         Those of a resumed run's earlier parts are among them, if it has kept them.
         """
-        kept = flag_values(self.run, "must equal", "may change") | flag_values(self.recipe)
+        kept = {"dataset": self.run.dataset} | flag_values(self.run, "must equal")
+        kept |= flag_values(self.recipe)
         of_this_part = {name: getattr(self.distribution, name) for name in TRAINING_FLAGS}
         words = [typed_flag(n, x) for n, x in kept.items() if n in self.typed | self.typed_before]
         return words + [typed_flag(n, x) for n, x in of_this_part.items() if n in self.typed]

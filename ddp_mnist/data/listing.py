@@ -18,7 +18,7 @@ import PIL.Image
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_image
 from ddp_mnist.errors import DataError, blamed
-from ddp_mnist.system.text import first_of, joined, reason, shown_name
+from ddp_mnist.system.text import count, first_of, joined, reason, shown_name
 
 STORED_SPLITS = ("train", "test", "validation")  # by their numbers in the cache
 # The words that mean a split, in names of folders and files and in a column `split`, as `datasets`
@@ -70,7 +70,7 @@ class Listing:
         """
         if not 2 <= len(self.classes) <= MAX_CLASSES:
             names = joined(map(shown_name, self.classes), 80)
-            fault = f"{self.typed}: has {len(self.classes):,} classes ({names})"
+            fault = f"{self.typed}: has {count(len(self.classes), 'class')} ({names})"
             raise DataError("; ".join([fault, *self.notes, f"give from 2 to {MAX_CLASSES:,}"]))
         labels = np.concatenate([*self.targets.values()])
         every = {*labels.tolist()}

@@ -1,11 +1,23 @@
 import itertools
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.mistakes import MISTAKES
+from ddp_mnist.config.recipe import PRESETS, Recipe, resolve_recipe
+from ddp_mnist.config.train_config import TrainConfig
 from ddp_mnist.errors import UsageError
+
+
+def test_what_others_decide_for_a_flag_is_of_a_flag_that_there_is() -> None:
+    """Of another name it would be dropped in silence."""
+    names = {field.name for field in fields(Recipe)}
+    every: list[Any] = [*PRESETS.values(), *MISTAKES.values()]
+    assert all(names >= each.recipe.keys() for each in every)
+    assert TrainConfig.from_flags({"loss": "own:loss"}).recipe.label_smoothing == 0
+
 
 # --- What is decided by the data set
 

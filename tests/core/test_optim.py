@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_mnist.core.nets import MNIST, MODELS
-from ddp_mnist.core.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
+from ddp_mnist.core.optim import KERNEL_STEP, MOMENTUM, OPTIMIZERS, make_optimizer, orthogonal
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.wrappers import Normalised, hold_still
 from tests.run_checks import fit_recipe
@@ -38,7 +38,7 @@ OWN: dict[str, dict[str, Any]] = {  # options of each optimizer
 
 
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
-@pytest.mark.parametrize("optimizer", OWN)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_matrices_and_kernels_decay_and_nothing_else(name: str, optimizer: str) -> None:
     model = MODELS[name](10, MNIST)
     made = make_optimizer(model, fit_recipe(optimizer=optimizer, lr=0.3, weight_decay=0.25))

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_mnist.core.errors import Diverged
 from ddp_mnist.core.evaluation import EvalResult
-from ddp_mnist.core.optim import make_optimizer
+from ddp_mnist.core.optim import OPTIMIZERS, make_optimizer
 from ddp_mnist.core.recipe import Recipe
 from ddp_mnist.core.state import Progress, State, Sums
 from ddp_mnist.core.task import Classification, Task
@@ -134,7 +134,19 @@ def test_weights_of_another_dtype_are_refused() -> None:
         state.restore(content, fit_recipe())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_a_checkpoint_of_an_earlier_version_is_restored() -> None:
+    """It says nothing of patience, nor of the rates of its groups."""
+    state, _ = begun()
+    groups = [{"params": state.net.parameters(), "rate": 9}]
+    state.optimizer = torch.optim.SGD(groups, lr=0.1)
+    content = state.content(fit_recipe())
+    del content["patience"], content["optimizer"]["param_groups"][0]["rate"]
+    state.restore(content, fit_recipe(patience=1))
+    assert [group["rate"] for group in state.optimizer.param_groups] == [9]
+    assert state.progress.best_score is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_are_restored_in_the_memory_format_of_the_net(name: str) -> None:
     """torch's fused steps read them as they lie in memory, whatever their strides."""
     recipe, task = fit_recipe(optimizer=name), Classification([*"ab"])

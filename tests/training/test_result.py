@@ -16,7 +16,9 @@ from tests.run_checks import metrics, stop, with_flags
 def test_runs_can_be_ranked_by_their_summaries(tmp_path: Path) -> None:
     """By the loss of the weights that are kept, and by what was typed, before a stop too."""
     begun = proof_config(model="mlp", lr=0.02, patience=9)
-    begun = with_flags(begun, typed=frozenset({"lr", "patience", "quiet", "mixed_precision"}))
+    begun = with_flags(
+        begun, typed=frozenset({"lr", "patience", "quiet", "keep", "mixed_precision"})
+    )
     stop(begun, tmp_path, step=20)
     again = with_flags(resumed(begun, grad_accum=2), mixed_precision="fp64")
     [summary] = run_world(1, just_train, again, folder=tmp_path)

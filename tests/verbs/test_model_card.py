@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from markdown_it import MarkdownIt
 from PIL.ExifTags import Base
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.core.task import Classification
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.system.files import read_json
@@ -137,6 +138,10 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     assert read_json(whole / "export" / "config.json")["fit"] == "pad"
     card = (numbers / "export" / "README.md").read_text()
     assert 'Length predicts from, with mean [20.0] and std [4.0], of ["length_mm"]' in card
+
+
+def test_the_settings_that_a_card_names_are_flags() -> None:
+    assert {*model_card.SETTINGS.split()} <= {field.name for field in fields(Recipe)}
 
 
 def test_digits_are_inverted_or_refused_and_a_net_of_ours_needs_the_package(
