@@ -49,8 +49,8 @@ class ImageOptions:
         return dict(self.named if self.test_size != 0 else ())
 
     def names_of(self, use: str, *usual: str) -> tuple[str, ...]:
-        """Return what a table may call the column for a use, the preferred name first: the required
-        one alone, or else the `usual` ones too, by default `use` itself.
+        """Return the names of a column for a use, to be preferred in this order: the required one
+        alone, or else the `usual` ones too, by default `use` itself.
         """
         given = tuple(name for each, name in self.named if each == use)
         return given if use in self.required else given + (usual or (use,))

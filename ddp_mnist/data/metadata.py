@@ -221,7 +221,7 @@ def read_metadata(
 
 
 def lack_of(table: Table, missing: list[str]) -> str:
-    """Return what a table that is not used lacks, and how to name columns that it has after all."""
+    """Return the fault of a table that is not used, and how to name columns that it may have."""
     if not missing:
         return "rows, and was not used"
     there = joined(map(repr, table.columns), 120) or "blank lines"
