@@ -111,7 +111,7 @@ bench: $(READY) ## Measure speed here: fit over a plain loop, 1 to N processes
 	@$(PY) tools/bench.py $(ARGS)
 
 test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
-	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)
+	@$(PYTEST) -n 3 $(WHOLE) $(ARGS)
 
 test-system: $(READY) ## Test launchers, recipes, networks and documents (about 6 minutes)
 	@$(PYTEST) -n 3 $(WHOLE) -m "system and not soak and not gpu" $(ARGS)
