@@ -94,8 +94,8 @@ def find_loss(name: str | None) -> Loss | None:
 
 def options_of(flags: Mapping[str, Any]) -> ImageOptions:
     """Return how to read the images, by a run's flags: a task of your own names its columns."""
-    columns = find_task(flags["task"]).columns if flags["task"] else ()
-    return replace(ImageOptions.from_flags(flags), columns=columns)
+    numbers = find_task(flags["task"]).columns if flags["task"] else ()
+    return replace(ImageOptions.from_flags(flags), numbers=numbers)
 
 
 # --- --metrics

@@ -31,7 +31,7 @@ FLAGS = {
     " label_smoothing loss task class_weights augment val_size target_accuracy patience metrics"
     " grad_accum max_grad_norm inject backend init_method rank world_size local_rank cpu"
     " dist_timeout start_timeout mixed_precision sync_bn comm_hook compile",
-    "evaluate": "run split dataset cache_dir metrics batch_size json",
+    "evaluate": "run split dataset columns cache_dir metrics batch_size json",
     "predict": "run images show top sure digit_photos json csv",
     "report": "run out png dataset cache_dir",
     "export": "run format out license",
@@ -47,7 +47,7 @@ PUBLIC = {
 OF_A_TASK = "columns name outputs loss predict score better metrics scaled unscaled"
 OF_ALL_TASKS = "training_loss count"  # which a task of one's own keeps
 # Code lines.
-CLOSURE_OF_FIT, PACKAGE_LINES, TEST_LINES = 1_000, 10_770, 15_990
+CLOSURE_OF_FIT, PACKAGE_LINES, TEST_LINES = 1_000, 10_790, 16_060
 
 
 @pytest.mark.parametrize("verb", FLAGS)

@@ -1,6 +1,7 @@
 """How to read images, as flags say it. Imports no library, for --help."""
 
 import re
+import unicodedata
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,11 +26,10 @@ class ImageOptions:
     fold: tuple[int, int] | None = None  # K and N: without a test split, fold K of N is the test
     group: str | None = None  # a pattern: images in whose path it finds the same are a group
     class_folder: str = "last"  # or first: which of an image's folders is that of its class
-    # What a table calls the column for this: (("label", "species"), ...)
-    named: tuple[tuple[str, str], ...] = ()
+    columns: tuple[tuple[str, str], ...] = ()  # uses, and what a table calls the column for each
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
-    columns: tuple[str, ...] = ()  # of numbers, an image's targets; without any it has a label
+    numbers: tuple[str, ...] = ()  # columns of an image's targets; without any it has a label
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> Self:
@@ -38,36 +38,34 @@ class ImageOptions:
         as_typed = {name: flags[name] for name in names if name in flags}
         with blame(f"--group {flags.get('group')}", UsageError, "try e.g. 'A[0-9]+'"):
             re.compile(flags.get("group") or "")
-        fold, named = _fold(flags.get("fold")), _named(flags.get("columns"))
-        return cls(_size(flags["image_size"]), fold=fold, named=named, **as_typed)
+        fold, columns = _fold(flags.get("fold")), columns_in(flags.get("columns"))
+        return cls(_size(flags["image_size"]), fold=fold, columns=columns, **as_typed)
 
-    @property
-    def required(self) -> dict[str, str]:
-        """What --columns calls the column for each use. Empty if a run is evaluated on images of
-        another table, which may call it otherwise.
-        """
-        return dict(self.named if self.test_size != 0 else ())
+    def own_columns(
+        self, table: str, there: Collection[str], needed: Collection[str], others: Collection[str]
+    ) -> dict[str, str]:
+        """Return the columns that --columns names, by their uses, as a table spells them.
 
-    def names_of(self, use: str, *usual: str) -> tuple[str, ...]:
-        """Return the names of a column for a use, to be preferred in this order: the required one
-        alone, or else the `usual` ones too, by default `use` itself.
+        Raise UsageError for a use that is neither needed nor among the others, and for a column
+        that is not there. To evaluate a run, a table may lack those that are not needed.
         """
-        given = tuple(name for each, name in self.named if each == use)
-        return given if use in self.required else given + (usual or (use,))
+        spelt, found = {as_read(name): name for name in there}, dict[str, str]()
+        for use, name in self.columns:
+            if use not in (legal := [*needed, *others]):
+                fix = f"choose from {', '.join(legal)}{did_you_mean(use, legal)}"
+                raise UsageError(f"--columns {use}={name}: no column is for {use}; {fix}")
+            if own := name if name in there else spelt.get(as_read(name)):
+                found[use] = own
+            elif use in needed or self.test_size != 0:
+                fault = f"{table} has no such column, only {joined(map(repr, there), 120)}"
+                fix = did_you_mean(name, there) or "; correct it"
+                raise UsageError(f"--columns {use}={name}: {fault}{fix}")
+        return found
 
-    def check_required(self, uses: Collection[str], table: str, columns: Collection[str]) -> None:
-        """Raise UsageError if a required column has a use that is not among these, or is not among
-        the table's.
-        """
-        for use, name in self.required.items():
-            typed = f"--columns {use}={name}"
-            if use not in uses:
-                fix = f"choose from {', '.join(uses)}{did_you_mean(use, uses)}"
-                raise UsageError(f"{typed}: no column is for {use}; {fix}")
-            if name not in columns:
-                there = joined(map(repr, columns), 120)
-                fault = f"{table} has no such column, only {there}{did_you_mean(name, columns)}"
-                raise UsageError(f"{typed}: {fault}")
+
+def as_read(name: str) -> str:
+    """Return a column's name without case, and with accents composed: people see one."""
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def _size(typed: str | None) -> tuple[int, int] | None:
@@ -92,11 +90,13 @@ def _fold(typed: str | None) -> tuple[int, int] | None:
     return number, folds
 
 
-def _named(typed: str | None) -> tuple[tuple[str, str], ...]:
+def columns_in(typed: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the uses and columns of --columns, sorted. Raise UsageError if it is malformed."""
     parts = [each.partition("=") for each in typed.split(",")] if typed else []
-    pairs = [(use.strip(), name.strip()) for use, _, name in parts]
-    if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
-        legal = "must be USE=COLUMN, each use once, e.g. label=species,group=animal"
+    pairs = sorted((use.strip(), name.strip()) for use, _, name in parts)
+    twice = any(len({*each}) < len(pairs) for each in zip(*pairs, strict=True))
+    if twice or not all(map(all, pairs)):
+        legal = "must be USE=COLUMN,..., each once, e.g. label=species,group=animal"
         raise UsageError(f"--columns {typed}: {legal}")
     return tuple(pairs)
 

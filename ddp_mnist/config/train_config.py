@@ -45,7 +45,7 @@ class RunFlags(Flags):
     columns: str | None = flag(
         None,
         "What a table calls its columns: label=species,group=animal [label, group, file_name ...].",
-        metavar="USE=COLUMN",
+        metavar="USE=COLUMN,...",
     )
     class_folder: str = flag(
         "last",

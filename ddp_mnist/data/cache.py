@@ -157,9 +157,9 @@ def holds_photos(dataset: str, cache_dir: str | None, options: ImageOptions, sid
 def _path(source: Source, cache_dir: str | None, options: ImageOptions) -> Path:
     """Return the folder of a source's images, read in this way."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    read_as = [options.size, options.grey, options.for_evaluation, options.columns]
+    read_as = [options.size, options.grey, options.for_evaluation, options.numbers]
     # named only if typed: the folders of earlier versions lack them
-    younger = {name: getattr(options, name) for name in ("fit", "class_folder", "named")}
+    younger = {name: getattr(options, name) for name in ("fit", "class_folder", "columns")}
     typed = {name: x for name, x in younger.items() if x != getattr(AS_THEY_ARE, name)}
     read = json.dumps([*read_as, typed] if typed else read_as)
     place = hashlib.sha256(os.fsencode(source.place) + read.encode()).hexdigest()[:HASH]
@@ -295,7 +295,9 @@ def _groups_of(
     groups, files = found["groups"], list[str]()
     if options.group:
         if (groups != NONE).any():
-            found["notes"].append("column group is not used, as --group says what belongs together")
+            found["notes"].append(
+                "the column of groups is not used, as --group says what belongs together"
+            )
         files = files_in(found["files"])
         names = named_by(options.group, files)
         groups, found["group_names"] = keys_of(names), sorted({*names} - {""})

@@ -97,7 +97,7 @@ def decode_all(
     changed = [note for note in converted if TRANSPARENT not in note]  # which may be opaque
     is_digits = listing.classes == DIGITS and shape == (1, 28, 28) and not changed
     same = alike(keys, decoded_keys)
-    names = [*listing.classes, *options.columns]
+    names = [*listing.classes, *options.numbers]
     careful = warnings_about(listing, rows, same, strata(targets), is_plain)
     about = {
         "classes": listing.classes,

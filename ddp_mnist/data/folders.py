@@ -155,9 +155,9 @@ def list_folder(
         unused += [f"{table}, and was not used" for table in tables[:1]]
     of_split = {split: [labels[image] for image in each] for split, each in splits.items()}
     classes, careful = list[str](), list[str]()
-    if options.columns:
+    if options.numbers:
         each_column = {split: [*zip(*each, strict=True)] for split, each in of_split.items()}
-        targets, careful = number_columns(each_column, typed, options.columns)
+        targets, careful = number_columns(each_column, typed, options.numbers)
     else:
         targets, classes = number_labels(of_split, typed, "label")
     no_row = [image for image in left_out if described and image not in described]
@@ -192,7 +192,7 @@ def check_paths(typed: str, missing: set[Path], left_out: list[Path]) -> None:
     names = {each.name for each in missing}
     if bare := [image for image in left_out if image.name in names]:
         fault = f"{bare[0]} is in no metadata file, but {bare[0].name} is"
-        raise DataError(f"{typed}: {fault}; give paths in the column file_name, as {bare[0]}")
+        raise DataError(f"{typed}: {fault}; give paths in its column of files, as {bare[0]}")
 
 
 def find_splits(

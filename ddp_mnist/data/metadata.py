@@ -10,13 +10,13 @@ import os
 import re
 import reprlib
 import unicodedata
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.image_options import ImageOptions, as_read
 from ddp_mnist.data.groups import COLUMN, name_in
 from ddp_mnist.data.listing import (
     LABELS,
@@ -49,7 +49,7 @@ class Table:
     def column(self, at: str, *names: str) -> str | None:
         """Return the column of the first of these names that there is, in whatever case it is."""
         for name in names:
-            same = [each for each in self.columns if each.casefold() == name.casefold()]
+            same = [each for each in self.columns if as_read(each) == as_read(name)]
             same = [each for each in same if each == name] or same
             if len(same) > 1:
                 raise DataError(f"{at}: has several columns {', '.join(same)}; keep one")
@@ -66,6 +66,7 @@ class Described(NamedTuple):
     group: str  # "" as well, or if its cell is empty
 
 
+OTHERS = ("split", COLUMN)  # uses of columns, which no table needs
 WORDS = ("labels", "splits", "groups")  # for each of these
 
 
@@ -114,15 +115,15 @@ def read_text(path: Path, at: str) -> str:
     raise DataError(f"{at}: line {line} has letters in another encoding; {fix}")
 
 
-def read_csv(path: Path, at: str) -> Table:
-    """Read columns separated by comma, semicolon or tab: that next to file_name in the heading, or
-    else that which it has most of.
+def read_csv(path: Path, at: str, file_name: str = "file_name") -> Table:
+    """Read columns separated by comma, semicolon or tab: that next to `file_name` in the heading,
+    or else that which it has most of.
     """
     text = read_text(path, at)
     lead: Any = LEAD.match(text)
     text, skipped = text[lead.end() :], lead[0].count("\n")
     heading = re.sub('"[^"]*"', "", text.partition("\n")[0])
-    named = (x for x in ",;\t" if "file_name" in map(str.strip, heading.lower().split(x)))
+    named = (x for x in ",;\t" if as_read(file_name) in map(str.strip, as_read(heading).split(x)))
     separator = lead[2] or next(named, max(",;\t", key=heading.count))
     csv.field_size_limit(2**31 - 1)  # a column that nobody asked for may hold anything
     opened = io.StringIO(text, newline="")
@@ -140,7 +141,7 @@ def read_csv(path: Path, at: str) -> Table:
     return Table(columns, rows, separator)
 
 
-def read_jsonl(path: Path, at: str) -> Table:
+def read_jsonl(path: Path, at: str, *_: str) -> Table:
     """Read one JSON object a line."""
     rows = list[tuple[str, dict[str, Any]]]()
     for number, line in enumerate(read_text(path, at).split("\n"), start=1):
@@ -155,12 +156,12 @@ def read_jsonl(path: Path, at: str) -> Table:
     return Table([*dict.fromkeys(name for _, row in rows for name in row)], rows)
 
 
-def read_parquet(path: Path, _: str) -> Table:
+def read_parquet(path: Path, *_: str) -> Table:
     table = import_module("pyarrow.parquet").read_table(regular(path))
     return Table(table.column_names, [(f"row {n}", row) for n, row in enumerate(table.to_pylist())])
 
 
-READERS: dict[str, Callable[[Path, str], Table]] = {
+READERS: dict[str, Callable[..., Table]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".jsonl": read_jsonl,
@@ -178,28 +179,30 @@ def read_metadata(
 ) -> tuple[dict[Path, Described], list[str]]:
     """Return how a metadata file describes each image, and notes on files that describe none.
 
-    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With options.columns,
-    it is the numbers of these instead. Raise DataError for bad rows, or if these columns are
-    missing, and as `check_required`.
+    Labels are as they stand there: 007 in a CSV file is a word, and so is NA. With options.numbers,
+    it is the numbers of these columns instead. Raise DataError for bad rows, or if these columns
+    are missing, and as `own_columns`.
     """
-    columns, needed = options.columns, ("file_name", *(options.columns or ("label",)))
-    uses = [*needed, *(use for use in ("split", COLUMN) if use not in columns)]
-    usual = {"label": LABELS} if not columns else {}
+    numbers, needed = bool(options.numbers), ("file_name", *(options.numbers or ("label",)))
     found, notes, known = dict[Path, Described](), list[str](), frozenset(paths)
+    file_name = dict(options.columns).get("file_name", "file_name")
     for file in filter(is_metadata, paths):
         with blame(at := f"{typed}: {file}", DataError):
-            table = READERS[file.suffix.lower()](Path(folder, file), at)
-            options.check_required(uses, str(file), table.columns)
-            called = {u: table.column(at, *options.names_of(u, *usual.get(u, ()))) for u in uses}
-            wanted = {use: called.pop(use) for use in needed}
-            missing = [use for use, column in wanted.items() if column is None]
-            if missing or not table.rows:
-                notes.append(f"{file} has no {lack_of(table, missing)}")
+            table = READERS[file.suffix.lower()](Path(folder, file), at, file_name)
+            if not table.rows:
+                notes.append(f"{file} has no rows, and was not used")
                 continue
-            names, targets = cells_of(table, at, [*map(str, wanted.values())], bool(columns))
-            notes += unused_columns(file, table, {*wanted.values(), *called.values()}, called)
-            splits = cells_of_more(table, at, called.get("split"), split_check)
-            groups = map(name_in, cells_of_more(table, at, called.get(COLUMN)))
+            columns = find_columns(table, at, str(file), needed, options)
+            if missing := [use for use in needed if not columns[use]]:
+                notes.append(f"{file} {lack_of(table, missing)}")
+                continue
+            wanted = [str(columns[use]) for use in needed]
+            split, group = (None if columns[use] in wanted else columns[use] for use in OTHERS)
+            names, targets = cells_of(table, at, wanted, numbers)
+            if not group and COLUMN not in needed:
+                notes += unused_columns(file, table, {*wanted, split})
+            splits = cells_of_more(table, at, split, split_check)
+            groups = map(name_in, cells_of_more(table, at, group))
             rows = map(Described, targets, map(split_in_cell, splits), groups)
             for name, row, (place, _) in zip(names, rows, table.rows, strict=True):
                 image = path_of(name, file.parent, folder, known)
@@ -212,33 +215,34 @@ def read_metadata(
     words = [row.target for row in found.values()]
     if all(isinstance(each, str) and re.fullmatch("0|[1-9][0-9]*", each) for each in words):
         found = {image: row._replace(target=int(row.target)) for image, row in found.items()}
-    if (columns or options.required) and not found:
-        named = ", ".join(options.names_of(use)[0] for use in needed)
+    if numbers and not found:
+        named = ", ".join(dict(options.columns).get(use, use) for use in needed)
         fault = f"{typed}: holds no metadata.csv with the columns {named}"
         fix = "add what is missing" if notes else "add one"
         raise DataError("; ".join([fault, *notes, *other_tables(folder, paths), fix]))
     return found, notes
 
 
+def find_columns(
+    table: Table, at: str, name: str, needed: tuple[str, ...], options: ImageOptions
+) -> dict[str, str | None]:
+    """Return the column for each use, None if the table has none. Raise as `own_columns`."""
+    own = options.own_columns(name, table.columns, needed, OTHERS)
+    usual = {"label": LABELS} if not options.numbers else {}
+    names_of = {use: usual.get(use, (use,)) for use in (*OTHERS, *needed)}
+    names_of |= {use: (column,) for use, column in own.items()}
+    return {use: table.column(at, *names) for use, names in names_of.items()}
+
+
 def lack_of(table: Table, missing: list[str]) -> str:
     """Return the fault of a table that is not used, and how to name columns that it may have."""
-    if not missing:
-        return "rows, and was not used"
-    there = joined(map(repr, table.columns), 120) or "blank lines"
-    named = ",".join(f"{use}=ITS_NAME" for use in missing)
-    only = f"column {' and '.join(missing)}, only {there}, and was not used"
-    return f"{only} (if called otherwise, give --columns {named})"
+    there, named = joined(map(repr, table.columns), 120), [f"{use}=ITS_NAME" for use in missing]
+    fault = f"has no column {' and '.join(missing)}, only {there}, and was not used"
+    return f"{fault} (if called otherwise, give --columns {','.join(named)})"
 
 
-def unused_columns(
-    file: Path, table: Table, used: Collection[str | None], called: Mapping[str, str | None]
-) -> list[str]:
-    """Return a note on columns that say the same of two images or more on average: groups perhaps.
-
-    None if there is a column of groups.
-    """
-    if called.get(COLUMN):
-        return []
+def unused_columns(file: Path, table: Table, used: Collection[str | None]) -> list[str]:
+    """Return a note on columns that say the same of two images or more on average, as groups do."""
     others = {*table.columns}.difference(used)
     cells = {name: {str(row.get(name)) for _, row in table.rows} for name in others}
     repeat = [n for n in table.columns if 1 < len(cells.get(n, ())) <= len(table.rows) / 2]

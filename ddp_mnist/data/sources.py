@@ -50,11 +50,12 @@ class Source:
         with blame(self.typed, DataError):
             built_in = BUILT_IN[self.kind](self.typed) if self.kind in BUILT_IN else None
             found = built_in or list_idx(self.place, self.typed) or self._folder(options)
-        if options.required and not found.column:
-            use, name = next(iter(options.required.items()))
-            raise UsageError(f"--columns {use}={name}: {self.typed} has no table; leave it out")
-        if options.columns and found.classes:
-            raise DataError(f"{self.typed}: has classes, and no {', '.join(options.columns)}")
+        if options.columns and not found.column and options.test_size != 0:
+            use, name = options.columns[0]
+            fault = f"--columns {use}={name}: {self.typed} has no table that is used"
+            raise UsageError("; ".join([fault, *found.notes, "leave it out"]))
+        if options.numbers and found.classes:
+            raise DataError(f"{self.typed}: has classes, and no {', '.join(options.numbers)}")
         return found
 
     def _folder(self, options: ImageOptions) -> Listing:
@@ -64,7 +65,8 @@ class Source:
                 regular(Path(self.place, path))
         found = (Path(self.place, p) for p in self.paths if p.suffix == ".parquet")
         parquet = (path for path in found if path.is_file() and not is_metadata(path))
-        has_tables = any(map(tables.has_images, itertools.islice(parquet, 1)))
+        image = dict(options.columns).get("image", "image")
+        has_tables = any(tables.has_images(file, image) for file in itertools.islice(parquet, 1))
         listing = None
         if not has_tables and not tables.is_saved(self.place):
             listing = list_folder(self.typed, self.place, self.paths, options)

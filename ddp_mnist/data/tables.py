@@ -24,7 +24,7 @@ from ddp_mnist.data.listing import (
     number_columns,
     number_labels,
 )
-from ddp_mnist.errors import DataError, blame
+from ddp_mnist.errors import DataError, UsageError, blame
 from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.files import read_if_whole, regular
 from ddp_mnist.system.text import causes, joined, reason
@@ -120,8 +120,8 @@ def list_tables(folder: str, typed: str, options: ImageOptions) -> Listing:
     return listing
 
 
-def has_images(file: Path) -> bool:
-    """Return whether a parquet file may hold images: has a column of that name, or of structs.
+def has_images(file: Path, name: str) -> bool:
+    """Return whether a parquet file may hold images: has a column of such a name, or of structs.
 
     Raise OSError for a pointer of Git LFS.
     """
@@ -131,7 +131,7 @@ def has_images(file: Path) -> bool:
     with file.open("rb") as opened:
         if opened.read(len(LFS)) == LFS:
             raise OSError(None, f"{file.name} is a pointer of Git LFS: git lfs pull")
-    named = NAMES["image"]
+    named = (name, *NAMES["image"])
     return any(field.name in named or is_struct(field.type) for field in read_schema(file))
 
 
@@ -204,9 +204,11 @@ def list_table(
             raise DataError(f"{typed}: split {split} has no rows; check its files")
         read = rows.with_format("arrow")[:]
         found[split] = [read.column(column).to_pylist() for column in targets_in]
-        called = [n for n in options.names_of(COLUMN) if n in rows.features and n not in targets_in]
-        groups += map(name_in, read.column(called[0]).to_pylist() if called else [""] * len(rows))
-    if options.columns:
+        own = options.own_columns(f"{typed}: split {split}", [*rows.features], *uses_of(options))
+        group = own.get(COLUMN, COLUMN)
+        has_groups = group in rows.features and group not in targets_in
+        groups += map(name_in, read.column(group).to_pylist() if has_groups else [""] * len(rows))
+    if options.numbers:
         targets, careful = number_columns(found, typed, targets_in)
     else:
         names = getattr(first.features[targets_in[0]], "names", [])  # of a ClassLabel
@@ -218,45 +220,57 @@ def list_table(
     return Listing(typed, images, targets, classes, notes, image_column, place, careful, groups)
 
 
+def uses_of(options: ImageOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the uses of a table's columns: those that are needed, and others."""
+    return ("image", *(options.numbers or ("label",))), (COLUMN,)
+
+
 def find_columns(rows: Any, typed: str, options: ImageOptions) -> tuple[str, list[str], list[str]]:
     """Return the names of the image column and of those with the targets, and notes on unused ones.
 
-    The targets are in options.columns, else in a label column. If several qualify, the first in the
-    order of their names is used, else the first in the table. Raise as `check_required`.
+    The targets are in options.numbers, else in a label column. Raise DataError without one, and as
+    `own_columns`.
+    """
+    needed, others = uses_of(options)
+    own = options.own_columns(typed, [*rows.features], needed, others)
+    found, notes = list[str](), list[str]()
+    for use in needed:
+        names = (own[use],) if use in own else NAMES.get(use, (use,))
+        may_guess = use not in own and use not in options.numbers
+        fit = columns_for(use, names, rows.features, may_guess)
+        if use == "label" and COLUMN in fit[1:]:
+            fit.remove(COLUMN)
+        if not fit:
+            among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
+            if use in own:
+                raise UsageError(f"--columns {use}={own[use]}: is not a column for {use}: {among}")
+            fix = f"add one, named {use}, or say which it is: --columns {use}=NAME"
+            raise DataError(f"{typed}: no {use} column among {among}; {fix}")
+        if unused := ", ".join(fit[1:]):
+            other = f"{unused} (else --columns {use}={fit[1]})"
+            notes.append(f"{use}s are those of column {fit[0]}; not used: {other}")
+        found.append(fit[0])
+    return found[0], found[1:], notes
+
+
+def columns_for(use: str, names: tuple[str, ...], features: Any, may_guess: bool) -> list[str]:
+    """Return the columns for a use: those of these names, in their order, then others of its type,
+    in the table's order, if that may be guessed from.
     """
     from datasets import ClassLabel, Image, Value
 
-    needed = ("image", *(options.columns or ("label",)))
-    options.check_required((*needed, COLUMN), typed, [*rows.features])
-    names_of = {use: options.names_of(use, *NAMES.get(use, ())) for use in needed}
-    found: dict[str, list[str]] = {use: [] for use in needed}
-    for name, kind in rows.features.items():
+    found = list[str]()
+    for name, kind in features.items():
         # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}; others
         # have their files' bytes, or their paths.
-        is_image = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
-        is_image |= name in names_of["image"] and isinstance(kind, Value) and kind.dtype in FILES
-        for use in needed:
-            is_named, is_free = name in names_of[use], use not in options.required
-            if use == "image":
-                fits = is_image and (is_named or is_free)
-            else:
-                is_class = use == "label" and isinstance(kind, ClassLabel)
-                fits = is_named or (is_class and is_free and not options.columns)
-            if fits:
-                found[use].append(name)
-    if COLUMN in found.get("label", ())[1:]:
-        found["label"].remove(COLUMN)
-    notes = []
-    for use, names in found.items():
-        if not names:
-            among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
-            fix = f"add one, named {use}, or say which it is: --columns {use}=NAME"
-            raise DataError(f"{typed}: no {use} column among {among}; {fix}")
-        names.sort(key=lambda name: [*names_of[use], name].index(name))
-        if others := ", ".join(names[1:]):
-            other = f"{others} (else --columns {use}={names[1]})"
-            notes.append(f"{use}s are those of column {names[0]}; not used: {other}")
-    return found.pop("image")[0], [names[0] for names in found.values()], notes
+        is_type = isinstance(kind, ClassLabel) and use == "label"
+        is_named = name in names
+        if use == "image":
+            is_type = isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
+            is_named &= is_type or (isinstance(kind, Value) and kind.dtype in FILES)
+        if is_named or (is_type and may_guess):
+            found.append(name)
+    return sorted(found, key=lambda name: [*names, name].index(name))
 
 
 @dataclass

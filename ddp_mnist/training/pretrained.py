@@ -54,8 +54,8 @@ def net_for_photos(
     recipe, flags, store = config.recipe, config.run, world.store
     is_open = not (config.resumes or recipe.model or recipe.weights)
     is_open = is_open and flags.dataset not in ("auto", *NAMED)
-    columns = found.task.columns if found.task else ()
-    options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
+    numbers = found.task.columns if found.task else ()
+    options = replace(ImageOptions.from_flags(vars(flags)), numbers=numbers)
     # Ranks with other flags take part too: they are told from the others by `first_difference`
     seen = flags.dataset, flags.cache_dir, options, FINE_TUNED_SIDE
     if not store.broadcast_from_rank0("photos", lambda: is_open and holds_photos(*seen)):

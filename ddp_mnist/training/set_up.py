@@ -186,8 +186,8 @@ def load_images(
 
     Rank 0 decides what `auto` means; any other name may stand for another place on each machine.
     """
-    flags, store, columns = config.run, world.store, found.task.columns if found.task else ()
-    options = replace(ImageOptions.from_flags(vars(flags)), columns=columns)
+    flags, store, numbers = config.run, world.store, found.task.columns if found.task else ()
+    options = replace(ImageOptions.from_flags(vars(flags)), numbers=numbers)
     chosen, notes = store.broadcast_from_rank0(
         "dataset", lambda: cache.choose(flags.dataset, flags.cache_dir, options, console.print)
     )

@@ -18,6 +18,7 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import own_code
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_values
+from ddp_mnist.config.image_options import columns_in
 from ddp_mnist.config.mistakes import wrong_on_purpose
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.train_config import RunFlags
@@ -135,7 +136,7 @@ def _load(
         if found := why_others(images, config, name, now):
             raise DataError(f"{flags.run}: {'; '.join(found)}")
         return images
-    options = replace(options, test_size=0)
+    options = replace(options, test_size=0, columns=columns_in(flags.columns) or options.columns)
     known, shape = cache.cached(flags.dataset, cache_dir, options), trained.image_format.shape
     if not known or known.image_format.shape != shape:
         options = replace(options, size=shape[1:], grey=shape[0] == 1, for_evaluation=True)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from ddp_mnist.config.flag_fields import Flags, argument, flag
-from ddp_mnist.config.image_options import FITS
+from ddp_mnist.config.image_options import FITS, columns_in
 from ddp_mnist.config.mistakes import MISTAKES
+from ddp_mnist.errors import UsageError
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
@@ -22,10 +23,18 @@ class Evaluate(Flags):
     run: str = argument("RUN", RUN)
     split: str = flag("test", "Images to evaluate on.", choices=("test", "validation", "train"))
     dataset: str | None = flag(None, "Evaluate on this data set instead of the run's.")
+    columns: str | None = flag(
+        None, "Columns of its table, as for train [the run's].", metavar="USE=COLUMN,..."
+    )
     cache_dir: str | None = flag(None, CACHE_DIR)
     metrics: tuple[str, ...] = flag((), "More metrics, as for train [the run's].", metavar="A,B")
     batch_size: int | None = flag(None, "Images per forward pass; changes no result.", least=1)
     json: bool = flag(False, "Print one JSON object on stdout.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if columns_in(self.columns) and not self.dataset:
+            raise UsageError(f"--columns {self.columns}: is for another --dataset; give that too")
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Prepare(Flags):
     image_size: str | None = flag(None, "Size, as for train, which takes photos at 160 [as it is].")
     grey: bool = flag(False, "Convert colour images to grey.")
     fit: str = flag("crop", "Cut or pad images, as for train.", choices=FITS)
-    columns: str | None = flag(None, "A table's columns, as for train.", metavar="USE=COLUMN")
+    columns: str | None = flag(None, "A table's columns, as for train.", metavar="USE=COLUMN,...")
     class_folder: str = flag("last", "That of classes, as for train.", choices=("last", "first"))
     task: str | None = flag(None, "Your own task, as for train [classes].")
     cache_dir: str | None = flag(None, CACHE_DIR)

@@ -21,7 +21,7 @@ def run(flags: Prepare) -> None:
         console.print(note)
     every = {split: f"{len(rows):,} {split}" for split, rows in images.rows.items()}
     *first, last = (every[split] for split in STORED_SPLITS if split in every)
-    targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.columns)
+    targets = f"{len(images.classes)} classes" if images.classes else ", ".join(options.numbers)
     counts, folder = f"{', '.join(first)} and {last}", cache.cache_folder(flags.cache_dir)
     console.print(f"{images.name}: {counts} images of {targets} in {escaped(folder)}")
     console.print(f"digest {images.digest}")

@@ -81,7 +81,7 @@ def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Pa
 def test_the_path_is_asked_for_where_a_table_has_names_alone(tmp_path: Path) -> None:
     own = write_noise(tmp_path / "own", *(f"{c}/CAM1/{c}{n}.png" for c in "ab" for n in range(4)))
     write_metadata(own, [(f"{c}{n}.png", c) for c in "ab" for n in range(4)])
-    line = "a/CAM1/a0.png is in no metadata file, but a0.png is; give paths in the column file_name"
+    line = "a/CAM1/a0.png is in no metadata file, but a0.png is; give paths in its column of files"
     with pytest.raises(DataError, match=line):
         load(own)
 

@@ -56,7 +56,7 @@ def in_csv(own: Path) -> ImageOptions:
 
 def in_numbers(own: Path) -> ImageOptions:
     write_metadata(own, [(n, i, by_name(n)) for i, n in enumerate(NAMES)], "file_name x group")
-    return ImageOptions(columns=("x",))
+    return ImageOptions(numbers=("x",))
 
 
 WAYS: dict[str, Callable[[Path], ImageOptions]] = {
@@ -205,7 +205,7 @@ def test_images_without_a_group_are_counted_and_a_flag_beats_the_column(tmp_path
     )
     assert any(each.startswith(said.format(3)) for each in load(own).caveats)
     notes = load(own, BY_NAME).image_format.notes
-    assert "column group is not used, as --group says what belongs together" in notes
+    assert "the column of groups is not used, as --group says what belongs together" in notes
     assert "of 42 groups" in notes[0]
 
 
@@ -267,7 +267,7 @@ def test_a_column_that_is_to_be_learned_is_neither_group_nor_split(tmp_path: Pat
     own = write_noise(tmp_path / "own", *NAMES)
     rows = [(name, number // 3, number) for number, name in enumerate(NAMES)]
     write_metadata(own, rows, "file_name group split")
-    images = load(own, ImageOptions(columns=("group", "split")))
+    images = load(own, ImageOptions(numbers=("group", "split")))
     assert images.groups is None and images.targets[:2].tolist() == [[0, 0], [0, 1]]
 
 

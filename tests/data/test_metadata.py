@@ -20,7 +20,7 @@ from tests.data_sets import named, read, write_noise, write_split
 NAMES = [f"{number}.png" for number in range(4)]
 LABELS = ["cat", "dog", "cat", "dog"]
 ROWS = [*zip(NAMES, LABELS, strict=True)]
-NUMBERS = ImageOptions(columns=("x",))
+NUMBERS = ImageOptions(numbers=("x",))
 NFC, NFD = (unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD"))
 
 
@@ -122,26 +122,42 @@ def test_a_table_with_column_names_of_its_own_is_read_as_it_is(tmp_path: Path) -
         "test": [0, 1],
     }
     assert (found.classes, found.groups, found.notes) == (["cat", "dog"], list("7789"), [])
-    numbers = replace(named("file_name=Datei,x=Tier"), columns=("x",))
+    numbers = replace(named("file_name=Datei,x=Tier"), numbers=("x",))
     whole = find_source(str(tmp_path)).listing(numbers)
     assert [*np.concatenate([*whole.targets.values()])] == [7, 7, 8, 9]
 
 
-def test_a_column_that_a_table_lacks_is_an_error_unless_a_run_is_evaluated(tmp_path: Path) -> None:
-    lacks = "^--columns label=Art: metadata.csv has no such column, only 'file_name', 'label'$"
-    with pytest.raises(UsageError, match=lacks):
-        listed(tmp_path, TABLE, "metadata.csv", named("label=Art"))
+def test_a_column_that_a_table_lacks_is_an_error(tmp_path: Path) -> None:
+    lacks = "^--columns label=Art: metadata.csv has no such column, only 'file_name', 'label'; corr"
+    for options in (named("label=Art"), replace(named("label=Art"), test_size=0)):
+        with pytest.raises(UsageError, match=lacks):
+            listed(tmp_path, TABLE, "metadata.csv", options)
     with pytest.raises(
         UsageError, match=r"^--columns image=b: .* choose from file_name, label, sp"
     ):
         listed(tmp_path, TABLE, "metadata.csv", named("image=b"))
-    found = listed(tmp_path, TABLE, "metadata.csv", replace(named("label=Art"), test_size=0))
+    without = replace(named("group=Tier"), test_size=0)  # evaluated on, it needs no groups
+    assert listed(tmp_path, TABLE, "metadata.csv", without).groups == [""] * 4
+    with pytest.raises(DataError, match=r"^--dataset .* metadata\.csv has no rows"):
+        listed(tmp_path, "file_name,Art\n", "metadata.csv", named("label=Art"))
+
+
+def test_a_column_has_one_use(tmp_path: Path) -> None:
+    """What is a label is no group besides, and no advice would take a number's place."""
+    rows = [(*row, group) for row, group in zip(ROWS, "1122", strict=True)]
+    table = csv(heading="file_name,label,group", rows=rows)
+    found = listed(tmp_path, table, "metadata.csv", named("label=group"))
+    assert (found.classes, found.groups) == (["1", "2"], [""] * 4)
+    found = listed(tmp_path, table, "metadata.csv", ImageOptions(numbers=("group",)))
+    assert (found.notes, found.groups) == ([], [""] * 4)
+
+
+def test_names_of_columns_as_people_read_them(tmp_path: Path) -> None:
+    """And the sign beside them separates, even if another is more frequent."""
+    heading = f"Datei;{unicodedata.normalize('NFD', 'Größe')};a,b,c,d"
+    table = "\n".join([heading, *(f"{name};{label};" for name, label in ROWS)])
+    found = listed(tmp_path, table, "metadata.csv", named("file_name=datei,label=größe"))
     assert found.classes == ["cat", "dog"]
-    (tmp_path / "metadata.csv").rename(tmp_path / "other.csv")
-    with pytest.raises(
-        DataError, match=r"holds no metadata\.csv with the columns file_name, label;"
-    ):
-        find_source(str(tmp_path)).listing(named("label=label"))
 
 
 def test_a_table_of_another_name_beside_folders_of_classes_is_told(tmp_path: Path) -> None:
@@ -227,7 +243,7 @@ def test_what_is_wrong_is_told_with_file_and_line(words: str, tmp_path: Path) ->
 def test_all_cells_that_are_no_numbers_are_told_at_once(tmp_path: Path) -> None:
     cells = {1: "", 3: "24,9", 5: "nan", 6: "1e39"}
     rows = [("0.png", 0, cells.get(row, "1.5")) for row in range(9)]
-    two = ImageOptions(columns=("w", "x"))
+    two = ImageOptions(numbers=("w", "x"))
     line = (
         f"--dataset {tmp_path}: metadata.tsv: 4 of 9 rows have no number in column x: line 3 is '',"
         " line 5 is '24,9', line 7 is 'nan', ...; give numbers below 3e+38, or delete these rows"

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -158,6 +159,7 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
         assert labels.tolist() == [LABELS[row] for row in order]
 
 
+SWAPPED = ("label=a,group=b", "group=a,label=b")
 FINE = "fine; not used: coarse (else label=coarse)"
 SOURCE = "label; not used: labels, source (else label=labels)"
 
@@ -194,7 +196,7 @@ def columns_among(columns: str, options: ImageOptions = AS_THEY_ARE) -> Any:
 
 NAMED: dict[str, tuple[str, list[str]]] = {  # columns that there are, those of images and labels
     "label=coarse": ("img fine coarse", ["img", "coarse"]),
-    "label=writer": ("img label writer", ["img", "writer"]),
+    "label=Writer": ("img label writer", ["img", "writer"]),
     "image=mask, label = coarse": ("mask image label coarse", ["mask", "coarse"]),
 }
 
@@ -206,13 +208,15 @@ def test_a_column_that_is_named_is_that_one(typed: str) -> None:
 
 
 NOT_THERE = {
-    "label=Fine": "label=Fine: here has no such column, only 'img', 'fine'",
+    "label=species": "label=species: here has no such column, only 'img', 'fine'; correct it",
     "label=fin": "label=fin: here has no such column, only 'img', 'fine'; did you mean fine?",
     "lable=fine": "lable=fine: no column is for lable; choose from image, label, group; did you",
     "split=fine": "split=fine: no column is for split; choose from image, label, group",
-    "label": "label: must be USE=COLUMN, each use once, e.g. label=species,group=animal",
+    "image=fine": "image=fine: is not a column for image: img (Image(",
+    "label": "label: must be USE=COLUMN,..., each once, e.g. label=species,group=animal",
     "label=": "label=: must be USE=COLUMN",
-    "label=fine,label=img": "label=fine,label=img: must be USE=COLUMN, each use once",
+    "label=fine,label=img": "label=fine,label=img: must be USE=COLUMN,..., each once",
+    "label=fine,group=fine": "label=fine,group=fine: must be USE=COLUMN,..., each once",
 }
 
 
@@ -222,20 +226,56 @@ def test_a_column_that_is_not_there_and_a_use_that_is_none(typed: str) -> None:
         columns_among("img fine", named(typed))
 
 
-@pytest.mark.parametrize("make", [write_idx, None])
+@pytest.mark.parametrize("make", [write_idx, write_images, None])
 def test_what_has_no_table_has_no_columns_to_name(make: Writer | None, tmp_path: Path) -> None:
     dataset = str(tmp_path) if make else "digits"
     if make:
         make(tmp_path)
-    words = f"^--columns label=y: --dataset {dataset} has no table; leave it out$"
+    words = f"^--columns label=y: --dataset {dataset} has no table that is used; .*leave it out$"
     with pytest.raises(UsageError, match=words):
         find_source(dataset).listing(named("label=y"))
+    listing = find_source(dataset).listing(replace(named("label=y"), test_size=0))
+    assert len(listing.classes) > 1  # these are no table's either, so a run may be evaluated here
 
 
-def test_a_required_column_is_a_wish_where_a_run_is_evaluated() -> None:
-    options = replace(named("label=coarse,image=photo"), test_size=0)
-    assert columns_among("img label", options)[:2] == ("img", ["label"])
-    assert columns_among("img label coarse", options)[:2] == ("img", ["coarse"])
+def test_a_run_is_not_evaluated_by_another_column_but_needs_no_group() -> None:
+    options = replace(named("label=coarse,group=site"), test_size=0)
+    with pytest.raises(UsageError, match=r"^--columns label=coarse: here has no such column"):
+        columns_among("img label", options)
+    assert columns_among("img label coarse", options)[1] == ["coarse"]
+
+
+def test_named_columns_of_a_saved_table(tmp_path: Path) -> None:
+    """Groups in each split, and no other reading of the same table from the cache."""
+    import datasets
+
+    features = datasets.Features(
+        photo=datasets.Image(), a=datasets.Value("string"), b=datasets.Value("string")
+    )
+    pixels = [{"bytes": png, "path": None} for png in PNGS[:8]]
+    columns = {"photo": pixels, "a": [*"xyxyxyxy"], "b": [*"11223344"]}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    splits = {"train": table, "test": table}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "t")
+    one, other = (cache.load(str(tmp_path / "t"), options=named(f"{x}")) for x in SWAPPED)
+    assert (one.classes, one.group_names) == (["x", "y"], [*"1234"])
+    assert (other.classes, other.group_names) == ([*"1234"], ["x", "y"])
+    table.rename_column("b", "group").save_to_disk(tmp_path / "v")
+    found = find_source(str(tmp_path / "v")).listing(named("label=group"))
+    assert (found.classes, {*found.groups}) == ([*"1234"], {""})  # a column has one use
+    splits["test"] = table.rename_column("b", "c")
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "u")
+    words = (
+        "^--columns group=b: --dataset .*/u: split test has no such column, only 'photo', 'a', 'c'"
+    )
+    with pytest.raises(UsageError, match=words):
+        find_source(str(tmp_path / "u")).listing(named("label=a,group=b"))
+
+
+def test_a_parquet_file_of_paths_is_known_by_the_name_of_its_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"photo": ["0.png"], "label": ["a"]}), tmp_path / "all.parquet")
+    known = [tables.has_images(tmp_path / "all.parquet", name) for name in ("photo", "image")]
+    assert known == [True, False]
 
 
 @pytest.mark.system

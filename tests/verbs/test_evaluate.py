@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_data import ImageData
 from ddp_mnist.errors import UsageError
+from ddp_mnist.system.files import read_json
 from ddp_mnist.training import scores
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
+from tests.commands import Typed
+from tests.data_sets import write_noise
 from tests.run_checks import told_once
 
 # --- The table of `evaluate`
@@ -107,3 +111,47 @@ def evaluate_on_other_images(run: str) -> Any:
 def test_ranks_that_have_other_images_are_refused(alone: Path, tmp_path: Path) -> None:
     outcomes = LocalWorld(2, evaluate_on_other_images, str(alone), folder=tmp_path).outcomes()
     assert str(told_once(outcomes, 2)).startswith("the data's digest: rank 0 has ")
+
+
+# --- A table's columns
+
+
+def with_table(folder: Path, seed: int, **columns: str) -> Path:
+    """Write twelve images, and a table with a sign for each of them in each column."""
+    files = [f"{number}.png" for number in range(12)]
+    write_noise(folder, *files, seed=seed)
+    rows = [("file_name", *columns), *zip(files, *columns.values(), strict=True)]
+    (folder / "metadata.csv").write_text("".join(",".join(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_run_is_evaluated_by_the_column_that_it_was_trained_on(here: Path, typed: Typed) -> None:
+    """Or by that which is named now; never by another that is usual."""
+    trained = with_table(here / "trained", 1, label="ab" * 6, site="xxyy" * 3)
+    flags = ["--model", "mlp", "--epochs", "1", "--batch-size", "4", "--cpu", "--run-dir", "run"]
+    typed("train", "--dataset", trained, "--columns", "label=site", *flags).succeeds()
+    assert read_json(here / "run" / "summary.json")["classes"] == ["x", "y"]
+
+    def evaluated(*more: object) -> Any:
+        return typed("evaluate", "run", "--json", "--dataset", *more)
+
+    of_run = json.loads(typed("evaluate", "run", "--json").succeeds())
+    assert json.loads(evaluated(trained).succeeds())["accuracy"] == of_run["accuracy"]
+    same = with_table(here / "same", 2, label="ba" * 6, Site="xxyy" * 3)
+    counted = json.loads(evaluated(same).succeeds())
+    assert np.sum(counted["confusion"], axis=1).tolist() == [6, 6]
+    other = with_table(here / "other", 3, label="xy" * 6, place="yyyx" * 3)
+    line = (
+        "--columns label=site: metadata.csv has no such column, only 'file_name', 'label', 'place'"
+    )
+    assert line in evaluated(other).err
+    counted = json.loads(evaluated(other, "--columns", "label=place").succeeds())
+    assert np.sum(counted["confusion"], axis=1).tolist() == [3, 9]
+    write_noise(here / "folders", "x/1.png", "y/2.png", "y/3.png", seed=4)
+    counted = json.loads(evaluated(here / "folders").succeeds())
+    assert np.sum(counted["confusion"], axis=1).tolist() == [1, 2]
+    refused = typed("evaluate", "run", "--columns", "label=place")
+    assert (refused.code, "--columns label=place: is for another --dataset" in refused.err) == (
+        2,
+        True,
+    )
