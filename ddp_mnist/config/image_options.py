@@ -49,12 +49,12 @@ class ImageOptions:
         Raise UsageError for a use that is neither needed nor among the others, and for a column
         that is not there. To evaluate a run, a table may lack those that are not needed.
         """
-        spelt, found = {as_read(name): name for name in there}, dict[str, str]()
+        spelt, found = {folded(name): name for name in there}, dict[str, str]()
         for use, name in self.columns:
             if use not in (legal := [*needed, *others]):
                 fix = f"choose from {', '.join(legal)}{did_you_mean(use, legal)}"
                 raise UsageError(f"--columns {use}={name}: no column is for {use}; {fix}")
-            if own := name if name in there else spelt.get(as_read(name)):
+            if own := name if name in there else spelt.get(folded(name)):
                 found[use] = own
             elif use in needed or self.test_size != 0:
                 fault = f"{table} has no such column, only {joined(map(repr, there), 120)}"
@@ -63,7 +63,7 @@ class ImageOptions:
         return found
 
 
-def as_read(name: str) -> str:
+def folded(name: str) -> str:
     """Return a column's name without case, and with accents composed: people see one."""
     return unicodedata.normalize("NFC", name).casefold()
 

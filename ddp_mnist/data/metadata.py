@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_mnist.config.image_options import ImageOptions, as_read
+from ddp_mnist.config.image_options import ImageOptions, folded
 from ddp_mnist.data.groups import COLUMN, name_in
 from ddp_mnist.data.listing import (
     LABELS,
@@ -49,7 +49,7 @@ class Table:
     def column(self, at: str, *names: str) -> str | None:
         """Return the column of the first of these names that there is, in whatever case it is."""
         for name in names:
-            same = [each for each in self.columns if as_read(each) == as_read(name)]
+            same = [each for each in self.columns if folded(each) == folded(name)]
             same = [each for each in same if each == name] or same
             if len(same) > 1:
                 raise DataError(f"{at}: has several columns {', '.join(same)}; keep one")
@@ -123,7 +123,7 @@ def read_csv(path: Path, at: str, file_name: str = "file_name") -> Table:
     lead: Any = LEAD.match(text)
     text, skipped = text[lead.end() :], lead[0].count("\n")
     heading = re.sub('"[^"]*"', "", text.partition("\n")[0])
-    named = (x for x in ",;\t" if as_read(file_name) in map(str.strip, as_read(heading).split(x)))
+    named = (x for x in ",;\t" if folded(file_name) in map(str.strip, folded(heading).split(x)))
     separator = lead[2] or next(named, max(",;\t", key=heading.count))
     csv.field_size_limit(2**31 - 1)  # a column that nobody asked for may hold anything
     opened = io.StringIO(text, newline="")
