@@ -15,6 +15,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL.ExifTags import Base
@@ -134,6 +135,8 @@ def test_the_cards_own_lines_give_what_predict_gives_without_this_package(
     outputs = [each["prediction"]["length_mm"] for each in predicted(typed, numbers, files)]
     assert np.ravel(numbered).tolist() == pytest.approx(outputs, rel=1e-5)
     card = (whole / "export" / "README.md").read_text()
+    assert "| seed | 0 |\n| processes | 1, precision " in card
+    assert f", torch {torch.__version__.partition('+')[0]}, " in html.unescape(card)
     assert "resized as a whole, and in the middle of grey (127 of 255) if its ratio is" in card
     assert read_json(whole / "export" / "config.json")["fit"] == "pad"
     card = (numbers / "export" / "README.md").read_text()

@@ -50,9 +50,9 @@ STOPS_AT = 20  # the step at which a run is interrupted
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, full passes
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
 FIX = (
-    "without --inject, --model, --loss and --task: install the versions in constraints.txt, and do"
-    " not trust results from this machine until verify passes; with a net or a loss of your own, it"
-    " may be BatchNorm, Dropout, or a loss that is not of one image alone"
+    "with a net, loss or task of your own: it may be BatchNorm, Dropout, or a loss that is not of"
+    " one image alone; without one, and without --inject: install the versions in constraints.txt,"
+    " and do not trust results from this machine until verify passes"
 )
 
 
