@@ -43,7 +43,8 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 # torch asks for the name of each address it connects to: 10 s where no name server answers.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-os.fsync = os.fstat  # type: ignore[assignment]  # that takes 5 ms, and nobody cuts a test's power
+# A flush takes 5 ms, and nobody cuts the power of a test.
+os.fsync = os.fstat  # type: ignore[assignment]
 if "PYTEST_XDIST_WORKER" in os.environ:
     # workers share the cores, where OpenMP's threads would spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")

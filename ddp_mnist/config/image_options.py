@@ -49,14 +49,16 @@ class ImageOptions:
         Raise UsageError for a use that is neither needed nor among the others, and for a column
         that is not there. To evaluate a run, a table may lack those that are not needed.
         """
-        spelt, found = {folded(name): name for name in there}, dict[str, str]()
+        legal, found = [*needed, *others], dict[str, str]()
         for use, name in self.columns:
-            if use not in (legal := [*needed, *others]):
+            if use not in legal:
                 fix = f"choose from {', '.join(legal)}{did_you_mean(use, legal)}"
                 raise UsageError(f"--columns {use}={name}: no column is for {use}; {fix}")
-            if own := name if name in there else spelt.get(folded(name)):
-                found[use] = own
-            elif use in needed or self.test_size != 0:
+            alike = [each for each in there if folded(each) == folded(name)]
+            own = [name] if name in there else alike
+            if len(own) == 1:
+                found[use] = own[0]
+            elif own or use in needed or self.test_size != 0:
                 fault = f"{table} has no such column, only {joined(map(repr, there), 120)}"
                 fix = did_you_mean(name, there) or "; correct it"
                 raise UsageError(f"--columns {use}={name}: {fault}{fix}")

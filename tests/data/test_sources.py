@@ -209,6 +209,7 @@ def test_a_column_that_is_named_is_that_one(typed: str) -> None:
 
 NOT_THERE = {
     "label=species": "label=species: here has no such column, only 'img', 'fine'; correct it",
+    "label=FINE": "label=FINE: here has no such column, only 'img', 'fine', 'Fine'",
     "label=fin": "label=fin: here has no such column, only 'img', 'fine'; did you mean fine?",
     "lable=fine": "lable=fine: no column is for lable; choose from image, label, group; did you",
     "split=fine": "split=fine: no column is for split; choose from image, label, group",
@@ -223,7 +224,7 @@ NOT_THERE = {
 @pytest.mark.parametrize("typed", NOT_THERE)
 def test_a_column_that_is_not_there_and_a_use_that_is_none(typed: str) -> None:
     with pytest.raises(UsageError, match=f"^--columns {re.escape(NOT_THERE[typed])}"):
-        columns_among("img fine", named(typed))
+        columns_among("img fine Fine" if "FINE" in typed else "img fine", named(typed))
 
 
 @pytest.mark.parametrize("make", [write_idx, write_images, None])
