@@ -238,7 +238,7 @@ def lack_of(table: Table, missing: list[str]) -> str:
     """Return the fault of a table that is not used, and how to name columns that it may have."""
     there, named = joined(map(repr, table.columns), 120), [f"{use}=ITS_NAME" for use in missing]
     fault = f"has no column {' and '.join(missing)}, only {there}, and was not used"
-    return f"{fault} (if called otherwise, give --columns {','.join(named)})"
+    return f"{fault} (if called otherwise, give train --columns {','.join(named)})"
 
 
 def unused_columns(file: Path, table: Table, used: Collection[str | None]) -> list[str]:
@@ -246,7 +246,7 @@ def unused_columns(file: Path, table: Table, used: Collection[str | None]) -> li
     others = {*table.columns}.difference(used)
     cells = {name: {str(row.get(name)) for _, row in table.rows} for name in others}
     repeat = [n for n in table.columns if 1 < len(cells.get(n, ())) <= len(table.rows) / 2]
-    fix = f"if one tells which images belong together, give --columns {COLUMN}=ITS_NAME"
+    fix = f"if one tells which images belong together, give train --columns {COLUMN}=ITS_NAME"
     shown = f"{file}: columns not used: {joined(map(repr, repeat), 80)}; {fix}"
     return [shown] if repeat else []
 
@@ -370,5 +370,5 @@ def other_tables(folder: str, paths: list[Path]) -> list[str]:
             columns = READERS[file.suffix.lower()](Path(folder, file), name).columns
             named.append(f"{name} has the columns {joined(map(repr, columns), 80)}")
     fix = "a table of the images is called metadata.csv, and has the columns file_name and label"
-    fix += ", or says which they are: --columns"
+    fix += ", or says which they are: train --columns"
     return [*named, fix] if named else []

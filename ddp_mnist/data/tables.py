@@ -244,10 +244,10 @@ def find_columns(rows: Any, typed: str, options: ImageOptions) -> tuple[str, lis
             among = joined((f"{name} ({kind})" for name, kind in rows.features.items()), 120)
             if use in own:
                 raise UsageError(f"--columns {use}={own[use]}: is not a column for {use}: {among}")
-            fix = f"add one, named {use}, or say which it is: --columns {use}=NAME"
+            fix = f"add one, named {use}, or say which it is: train --columns {use}=NAME"
             raise DataError(f"{typed}: no {use} column among {among}; {fix}")
         if unused := ", ".join(fit[1:]):
-            other = f"{unused} (else --columns {use}={fit[1]})"
+            other = f"{unused} (else train --columns {use}={fit[1]})"
             notes.append(f"{use}s are those of column {fit[0]}; not used: {other}")
         found.append(fit[0])
     return found[0], found[1:], notes

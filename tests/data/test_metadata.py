@@ -103,7 +103,7 @@ def test_columns_that_may_name_groups_are_told(tmp_path: Path) -> None:
     heading, more = "file_name,label,Tier,number,site", zip("AABB", "1234", "xxxx", strict=True)
     rows = [(*row, *each) for row, each in zip(ROWS, more, strict=True)]
     found = listed(tmp_path, csv(heading=heading, rows=rows), "metadata.csv")
-    which = "if one tells which images belong together, give --columns group=ITS_NAME"
+    which = "if one tells which images belong together, give train --columns group=ITS_NAME"
     assert found.notes == [f"metadata.csv: columns not used: 'Tier'; {which}"]
     grouped = csv(heading="file_name,label,group,number,Tier", rows=rows)
     assert listed(tmp_path, grouped, "metadata.csv").notes == []

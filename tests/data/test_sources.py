@@ -179,7 +179,7 @@ def test_a_column_is_known_by_its_name_then_by_its_type(
     """Of several that could be it; all but these declare their classes."""
     found_image, found_labels, said = columns_among(columns)
     assert (found_image, found_labels) == (image, [label])
-    short = (note.partition("column ")[2].replace("--columns ", "") for note in said)
+    short = (note.partition("column ")[2].replace("train --columns ", "") for note in said)
     assert [*short] == notes
 
 
@@ -308,7 +308,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert found.image_format.notes == [
         "files without the suffix of an image were left out: .docx (1), .RAW (1)",
         "metadata.csv has no column file_name and label, only 'filename', 'camera', and was not"
-        " used (if called otherwise, give --columns file_name=ITS_NAME,label=ITS_NAME)",
+        " used (if called otherwise, give train --columns file_name=ITS_NAME,label=ITS_NAME)",
         "3 of 20 images were left out, as extra/cat/1.png",
     ]
 
